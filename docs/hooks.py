@@ -1,6 +1,6 @@
 """Hooks of mkdocs, for what the site shows otherwise than GitHub.
 
-These are notebooks, pairs of pictures, and the table of settings.
+These are notebooks, pairs of pictures, formulas, and the table of settings.
 """
 
 import ast
@@ -8,8 +8,10 @@ import dataclasses
 import inspect
 import json
 import re
+from html import unescape
 from typing import Any, get_type_hints
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 from interdomain.markdown import markdown_rows
@@ -21,6 +23,9 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*'
     r'<img alt="(.*?)" src="(.*?)">\s*</picture>'
 )
+# TeX in the elements in which pymdownx.arithmatex puts it: \( a formula in a line \), or
+# \[ one in lines of its own \].
+FORMULA = re.compile(r'(?<=class="arithmatex">)\\([(\[])(.*?)\\[)\]](?=</)', re.DOTALL)
 # A page that has this mark gets the table of all settings in its place.
 SETTINGS_MARK = "<!-- settings -->"
 
@@ -76,6 +81,23 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     if SETTINGS_MARK in markdown:
         markdown = markdown.replace(SETTINGS_MARK, settings())
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Replaces TeX by MathML, which browsers set without a script or a network.
+
+    mkdocs calls this for each page.
+
+    Args:
+        html: The page's content.
+    """
+    return FORMULA.sub(as_mathml, html)
+
+
+def as_mathml(formula: re.Match[str]) -> str:
+    """Returns a formula as MathML. `formula` is a match of FORMULA."""
+    display = "block" if formula[1] == "[" else "inline"
+    return convert(unescape(formula[2]), display=display)
 
 
 def settings() -> str:

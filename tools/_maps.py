@@ -1,6 +1,6 @@
 """Draws attention maps and pairings for `inspect-model`, by matplotlib.
 
-A map has the weight of each token's value in each token's output. A pairing (docs/inspect.md) says
+A map has the weight of each token's value in each token's output. A pairing (docs/evaluation.md) says
 which value a query reads that matches a key.
 
 Shapes: H heads, T tokens of the text, s and r lags in tokens.

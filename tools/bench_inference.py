@@ -9,7 +9,7 @@ sizes on the CPU, and the results say so, or at the sizes and prefixes that you 
 
     interdomain bench-inference --quick --sizes 125M --output benchmarks/results/quick
 
-Documentation: docs/benchmarks.md
+Documentation: docs/measurements.md
 """
 
 import argparse

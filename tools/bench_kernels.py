@@ -12,7 +12,7 @@ CPU, and the results say so, or at the sizes that you name.
     interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 1x4096x12x64 --dtype float32 \
         --device cpu
 
-Documentation: docs/benchmarks.md
+Documentation: docs/measurements.md
 """
 
 import argparse
@@ -65,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunkwise-8-warps": {"contract": (8192, 8, 2), "expand": (8192, 8, 2)},
     "chunkwise-1-stage": {"contract": (8192, 4, 1), "expand": (8192, 4, 1)},
     "chunkwise-3-stages": {"contract": (8192, 4, 3), "expand": (8192, 4, 3)},
-    "chunkwise-not-held": {"held": False},
+    "chunkwise-not-held": {"operands_in_registers": False},
     "chunkwise-decay-2048": {"decay": 2048},
 }
 # Mixers in the order in which they run: those that a run which is cut should not lose come first.

@@ -14,7 +14,7 @@ Without a GPU it trains a tiny model on the CPU, and the results say so.
     interdomain bench-training --ranks 2 --seq-len 16384 262144 --cases interdomain:eager:full \
         --output benchmarks/results/context --train-flags --parallelism.context_parallel_degree 2
 
-Documentation: docs/benchmarks.md
+Documentation: docs/measurements.md
 """
 
 import argparse

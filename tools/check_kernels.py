@@ -13,7 +13,7 @@ CPU, and the results say so.
 Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the
 allowed error); 2 a wrong option; 3 no case failed, but one has more than the allowed error
 
-Documentation: docs/benchmarks.md; the allowed errors: docs/kernels.md
+Documentation: docs/measurements.md; the allowed errors: docs/kernels.md
 """
 
 import argparse
@@ -57,7 +57,7 @@ CPU_NOTE = (
     "GPU."
 )
 COMPILER_NOTE = (
-    "A compiler may be at fault, above all on Hopper: docs/benchmarks.md says what to try."
+    "A compiler may be at fault, above all on Hopper: docs/measurements.md says what to try."
 )
 
 Tensors = dict[str, Tensor]

@@ -10,7 +10,7 @@ the benchmarks' are fake: they have shapes and no numbers.
 
     interdomain compile-kernels --cache kernels --groups step
 
-Documentation: docs/benchmarks.md
+Documentation: docs/measurements.md
 """
 
 import argparse

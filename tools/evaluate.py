@@ -10,7 +10,7 @@ paper's corpora come from the Hugging Face hub: use --fetch once where there is 
     interdomain evaluate --fetch --tasks paper --perplexity paper
     interdomain evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
 
-Documentation: docs/evaluation.md; for --perplexity docs/length.md
+Documentation: docs/evaluation.md
 """
 
 import argparse
@@ -49,7 +49,7 @@ RECORDED = ("dtype", "limit", "perplexity", "lengths", "packed")  # options that
 NOTES = (
     "Tasks: lm-evaluation-harness, ± standard error. Perplexity: windows without overlap, each from an empty state "
     "(docs/evaluation.md); compare bits per byte if tokenizers differ. The paper does not say which documents it read, nor how "
-    "they were cut: compare shapes (docs/length.md)."
+    "they were cut: compare shapes (docs/evaluation.md)."
 )
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")  # whose versions are recorded
 
@@ -422,7 +422,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(
             "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
         )
-    output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
+    # With microseconds: the jobs of an array start in the same second.
+    now = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S-%f}"
+    output = args.output or Path("outputs/evaluations") / now
     evaluate_folders(args, output)
     print((output / MARKDOWN).read_text())
     print(f"wrote {output / 'evaluation.json'} and {MARKDOWN}")

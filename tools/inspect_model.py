@@ -10,7 +10,7 @@ maps.safetensors (maps). With matplotlib there are pictures too.
 
     interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
-Documentation: docs/inspect.md
+Documentation: docs/evaluation.md
 """
 
 import argparse

@@ -12,7 +12,7 @@ where it stopped.
     interdomain prepare-data --synthetic mqar --output data/mqar
     interdomain prepare-data --verify data/stdlib
 
-Documentation: docs/data.md; for --synthetic docs/recall.md
+Documentation: docs/data.md; for --synthetic docs/evaluation.md (Recall)
 """
 
 import argparse
@@ -130,7 +130,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processes that encode (default: one for every core that has work)",
     )
 
-    recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
+    recall = parser.add_argument_group(
+        "a corpus of a recall task (default sizes: docs/evaluation.md)"
+    )
     recall.add_argument(
         "--synthetic-length",
         type=int,

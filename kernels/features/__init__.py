@@ -2,7 +2,7 @@
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width, C convolved
 channels and N normalised heads of a step. Derivation and bytes: docs/api/features.md. Registers:
-docs/tuning.md.
+docs/measurements.md.
 """
 
 # Modules. plain.py is plain PyTorch. triton_*.py has the kernels for CUDA (imported when they run),
@@ -47,13 +47,13 @@ def input_features(
         conv: (weight [E, 1, W] or [E, W], bias [E]) of the causal depthwise convolution (SC of
             paper eq. 10).
         past: The W - 1 inputs before x, [B, W - 1, E]. None means zeros.
-        documents: The document of each token, [B, T] integers, if several documents are packed into
-            a sequence: from 0 to 2^31 - 1, never falling along T. The convolution sees only its own
-            document; `past` belongs to document 0.
+        documents: The id of each token's document, [B, T] integers, if several documents are packed
+            into a sequence: from 0 to 2^31 - 1, never falling along T. The convolution sees only
+            its own document; `past` belongs to document 0.
         rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]. The two halves of R form the pairs.
         silu: True for SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).
-        eps: The eps of the norm.
+        eps: The eps of the RMSNorm.
         backend: `triton` is one kernel, on CUDA only. `torch` is plain PyTorch. `auto` is `triton`
             if that can run, else `torch`. An explicit backend never falls back.
         check_documents: False leaves out the check of the values of `documents`.
@@ -72,7 +72,8 @@ def input_features(
         )
     _check_dtype(x.dtype)
 
-    # Check that all tensors fit together.
+    # Check that all tensors fit together: heads and channels of x, then one argument after the
+    # other.
     B, T, E = x.shape
     R = head_dim
     H = E // R
@@ -96,17 +97,18 @@ def input_features(
     if rope is not None:
         if R % 2:
             raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
+        # cos and sin have the same shape.
         _check("rope", rope, (_rope_shape(rope, B, T, R),) * 2, x)
     if norm is not None:
         _check("norm", norm, ((R,), (H, R)), x)
 
-    # If nothing is asked for, the result is a view.
+    # If nothing is asked for, the result is a view, [B, T, E] -> [B, T, H, R].
     backend = _choose_backend(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
 
-    # An op with a backward of its own, or plain PyTorch, which autograd records. Both choose their
-    # own precision, so that autocast must not change it.
+    # Run an op with a backward of its own, or plain PyTorch, which autograd records. Both choose
+    # their own precision, so that autocast must not change it.
     weight, bias = conv or (None, None)
     cos, sin = rope or (None, None)
     scale, shift = norm or (None, None)
@@ -149,7 +151,7 @@ def input_features_step(
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
         norm: (scale, shift), each [N, R], of the last N heads.
-        eps: The eps of the norm.
+        eps: The eps of the RMSNorm.
         backend: `triton` is one kernel, on CUDA only. `torch` is plain PyTorch. `auto` is `triton`
             if that can run, else `torch`. An explicit backend never falls back.
 
@@ -170,7 +172,7 @@ def input_features_step(
         )
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
 
-    # One kernel, or plain PyTorch. Both choose their own precision, so that autocast must not
+    # Run one kernel, or plain PyTorch. Both choose their own precision, so that autocast must not
     # change it.
     W = 0
     if weight is not None:
@@ -202,7 +204,7 @@ def _check_step(
     _check_dtype(x.dtype)
     B = x.shape[0]
     H = x.shape[1] // R
-    # C channels are convolved, and N heads are normalised.
+    # The shapes of each argument. C channels are convolved, and N heads are normalised.
     C = 0
     N = 0
     if (conv is None) != (past is None):
@@ -217,8 +219,11 @@ def _check_step(
         N = norm[0].shape[0]
         _check("norm", norm, ((N, R), (N, R)), x)
     if rope is not None:
+        # cos and sin have the same shape.
         _check("rope", rope, (_rope_shape(rope, B, 1, R),) * 2, x)
-    # Each stage applies to whole heads of x. RoPE comes with its tables, and rotates pairs.
+
+    # The numbers of heads. Each stage applies to whole heads of x, at most to all H. RoPE comes
+    # with its tables, and rotates pairs.
     if (
         C % R
         or max(C // R, rotated, silu, N) > H
@@ -232,7 +237,7 @@ def _check_step(
 
 
 def _rope_shape(rope: tuple[Tensor, Tensor], B: int, T: int, R: int) -> tuple[int, ...]:
-    """Returns the shape that rotary tables must have.
+    """Returns the shape that each of the two rotary tables must have.
 
     Args:
         rope: (cos, sin). With four axes each sequence has tables of its own, with three all share
@@ -255,7 +260,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 def _check(
     name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor
 ) -> None:
-    """Checks shapes and devices of the tensors of one argument.
+    """Checks shapes and devices of the tensors of one argument, such as those of `conv`.
 
     Args:
         name: The argument's name, for the error.
@@ -276,7 +281,7 @@ def _check(
 def _choose_backend(
     backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None
 ) -> str:
-    """Returns the backend that runs: `auto` resolved, an explicit one checked.
+    """Returns the backend that runs: the best one for `auto`, else the given one, if it can run.
 
     Args:
         backend: One of BACKENDS.
@@ -292,6 +297,7 @@ def _choose_backend(
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "torch":
         return backend
+    # `auto` and `triton` depend on what the kernels can run.
     gradient = rope is not None and any(table.requires_grad for table in rope)
     if backend == "auto":
         return resolve_backend(x.device, head_dim, W, dtype=x.dtype, rope_gradient=gradient)[0]

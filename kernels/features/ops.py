@@ -35,13 +35,13 @@ def features(
         weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None for no norm.
-        shift: The norm's shift, [H, R], or None.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [R], or None for no norm.
+        shift: The RMSNorm's shift, [H, R], or None.
+        eps: The eps of the RMSNorm.
 
     Returns:
         [B, T, H, R] in x's dtype.
@@ -66,7 +66,7 @@ def features_backward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Computes the gradients of `features`.
+    """Computes the gradients of `features`, from its inputs and the gradient of its result.
 
     Args:
         dy: The gradient of the result, [B, T, H, R].
@@ -75,18 +75,20 @@ def features_backward(
         weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None for no norm.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [R], or None for no norm.
+        eps: The eps of the RMSNorm.
         need_past: True if the gradient of `past` is wanted.
 
     Returns:
-        The gradient of x; the gradients of weight, bias, scale and shift as the K rows of [H, K, R]
-        in fp32 (W for the weight, one each for the others); and the gradient of past, or an empty
-        tensor.
+        dx: The gradient of x, [B, T, E].
+        sums: The gradients of the parameters that are there, [H, K, R] fp32, in K rows: W rows for
+            the weight and one for the bias, then one for the RMSNorm's scale (head by head) and one
+            for its shift [H, R], which is no argument because no gradient depends on it.
+        dpast: The gradient of past, [B, W - 1, E], or an empty tensor if it is not wanted.
     """
     from . import triton_launch
 
@@ -99,7 +101,7 @@ def features_backward(
 def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
     """Makes results of `features_backward` for tracing: only shapes and dtypes count."""
     B, _, E = x.shape
-    # Rows of sums: W taps and the bias, then scale and shift.
+    # K rows of sums: those of W taps and the bias, then those of scale and shift.
     W = 0
     K = 0
     if weight is not None:
@@ -115,7 +117,14 @@ def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Saves what the backward of `features` needs: all of its inputs but the shift."""
+    """Saves what the backward of `features` needs: its inputs. PyTorch calls it after the op.
+
+    Args:
+        ctx: PyTorch's context, which `_gradients` gets.
+        inputs: The arguments of `features`, in order.
+        output: Its result, which the backward does not need.
+    """
+    # Of the shift only the dtype is needed, that of its gradient.
     x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps = inputs
     ctx.head_dim = head_dim
     ctx.silu = silu
@@ -124,9 +133,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the arguments of `features`, None for those without one."""
+    """Returns the gradients of the arguments of `features`, None for those without one.
+
+    Args:
+        ctx: PyTorch's context, from `_save_for_backward`.
+        dy: The gradient of the result, [B, T, H, R].
+    """
     x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
-    # `past` is argument 4 of `features`.
+    # The gradient of `past`, argument 4 of `features`, costs memory: only if autograd wants it.
     need_past = past is not None and ctx.needs_input_grad[4]
     dx, sums, dpast = features_backward(
         dy,
@@ -144,22 +158,26 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         need_past,
     )
 
-    # The rows of the sums are the taps of the weight, the bias, scale (by head) and shift.
+    # `sums` [H, K, R] has the gradients of the parameters in its K rows: W taps of the weight and
+    # the bias, then scale (of each head, which all share one scale) and shift.
     d_weight = None
     d_bias = None
     d_scale = None
     d_shift = None
     if weight is not None:
         W = weight.shape[-1]
+        # [H, W, R] -> [E, W], and [H, R] -> [E]
         d_weight = sums[:, :W].transpose(1, 2).reshape(weight.shape).to(weight.dtype)
         d_bias = sums[:, W].reshape(bias.shape).to(bias.dtype)
     if scale is not None:
+        # [H, R] -> [R], and [H, R]
         d_scale = sums[:, -2].sum(0).to(scale.dtype)
         d_shift = sums[:, -1].to(shift.dtype)
     if past is not None and need_past:
         dpast = dpast.to(past.dtype)
     else:
         dpast = None
+    # In the order of the arguments. head_dim, documents, cos, sin, silu and eps have no gradient.
     return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 
@@ -184,9 +202,9 @@ def features_step(
         sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
-        scale: The norm's scale, [N, R], of the last N heads, or None.
-        shift: The norm's shift, likewise.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [N, R], of the last N heads, or None.
+        shift: The RMSNorm's shift, likewise.
+        eps: The eps of the RMSNorm.
 
     Returns:
         [B, H, R] in x's dtype.

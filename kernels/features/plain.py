@@ -25,13 +25,14 @@ def features(
         weight: The convolution's taps, [E, W] or [E, 1, W]; None for no convolution.
         bias: The convolution's bias, [E]. It is given if weight is.
         past: The inputs of the W - 1 tokens before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None. The convolution stays within one.
+        documents: The id of each token's document, [B, T], or None. The convolution stays within
+            one.
         cos: Cosines of the rotary angles, [T, 1, R/2] or [B, T, 1, R/2]; None for no RoPE.
         sin: Their sines, likewise.
         silu: True for SiLU and the l2 norm.
         scale: The weight of the input norm, [R]; None for no norm.
         shift: The bias of the input norm, [H, R]; None if scale is.
-        eps: The eps of the norm.
+        eps: The eps of the RMSNorm.
 
     Returns:
         [B, T, H, R] in x's dtype.
@@ -44,12 +45,13 @@ def features(
     # The short convolution (SC of paper eq. 10).
     if weight is not None:
         y = _convolved(y, weight.flatten(1).to(dtype), bias.to(dtype), past, documents)
-    y = y.unflatten(-1, (-1, head_dim))
+    y = y.unflatten(-1, (-1, head_dim))  # [B, T, E] -> [B, T, H, R]
     # RoPE: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). `other` is (b, a).
     if cos is not None:
         other = y.roll(head_dim // 2, dims=-1)
         y = y * torch.cat([cos, cos], dim=-1) + other * torch.cat([-sin, sin], dim=-1)
-    # The feature map (paper eq. 10) and the input norm (paper eq. 12).
+    # The feature map SiLU(y) / max(||SiLU(y)||, 1e-6) (paper eq. 10), and the input norm, an
+    # RMSNorm with a bias (paper eq. 12).
     if silu:
         y = F.normalize(F.silu(y), dim=-1, eps=1e-6)
     if scale is not None:
@@ -63,28 +65,32 @@ def _convolved(
 ) -> Tensor:
     """Applies the causal depthwise convolution, in the dtype of x.
 
+    y_t = bias + sum_i weight[:, i] x_(t - (W - 1) + i), over the inputs of the token's own
+    document.
+
     Args:
         x: The inputs, [B, T, E] with E channels.
         weight: The taps of each channel, [E, W], the oldest lag first.
         bias: The bias of each channel, [E].
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None.
     """
+    # The inputs of all taps: the W - 1 inputs before x, then x, [B, W - 1 + T, E].
     T = x.shape[1]
     W = weight.shape[-1]
     if past is None:
         window = F.pad(x, (0, 0, W - 1, 0))
     else:
         window = torch.cat([past.to(x.dtype), x], dim=1)
-    # Add up shifted inputs in [B, T, E], without a transpose to the layout of conv1d. The weights
-    # of a tap are copied into one row of memory: read with a stride of W, they would take four
-    # times as long as the sum.
+    # Add the inputs of one tap after the other, [B, T, E] each. conv1d would need a transpose. The
+    # weights of a tap are copied into one row of memory: read with a stride of W, they would take
+    # four times as long as the sum.
     y = bias
     taps = weight.mT.contiguous()
     for i in range(W):
         seen = window[:, i : i + T]
-        # A tap reads only inputs of its own document. Inputs before the first token are of document
-        # 0.
+        # A token reads only inputs of its own document. Inputs before the first token are of
+        # document 0, which is what F.pad gives.
         if documents is not None:
             same = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
             seen = torch.where(same[..., None], seen, 0)
@@ -109,9 +115,9 @@ def step(
         sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
-        scale: The norm's scale, [N, R], of the last N heads, or None.
-        shift: The norm's shift, likewise.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [N, R], of the last N heads, or None.
+        shift: The RMSNorm's shift, likewise.
+        eps: The eps of the RMSNorm.
 
     Returns:
         [B, H, R] in x's dtype.
@@ -121,17 +127,18 @@ def step(
     if x.dtype == torch.float64:
         dtype = torch.float64
     y = x.to(dtype)
-    # The short convolution of the first C channels, and its past for the next token.
+    # In each stage, u is a view of the part of y that the stage changes in place. First the short
+    # convolution of the first C channels, and its past for the next token.
     if weight is not None:
         u = y[:, : weight.shape[1]]
-        window = torch.cat([past, u[:, None]], dim=1)
+        window = torch.cat([past, u[:, None]], dim=1)  # [B, W, C]
         past.copy_(window[:, 1:])
         u.copy_((window * weight).sum(1).add_(bias))
-    y = y.view(x.shape[0], -1, head_dim)
+    y = y.view(x.shape[0], -1, head_dim)  # [B, H, R]
     # RoPE of the first heads: the halves (a, b) become (a cos - b sin, b cos + a sin). `other` is
     # (-b, a).
     if rotated:
-        u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)
+        u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)  # [B, rotated, 2 halves, R/2]
         other = u.flip(2)
         other[:, :, 0].neg_()
         u.mul_(cos).addcmul_(other, sin)

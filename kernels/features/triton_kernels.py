@@ -44,7 +44,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of_program(T, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
-    """Returns the tokens, rows and channels of this program. A row is one head of one sequence.
+    """Returns which tokens, rows and channels this program computes, from its id.
+
+    A row is one head of one sequence. A program computes BN rows over BT consecutive tokens.
 
     Args:
         T: Tokens of a sequence.
@@ -55,9 +57,12 @@ def _tile_of_program(T, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constex
         BH: Width of a tile, which holds half the channels: a power of two, at least R/2.
 
     Returns:
-        The index of the program's stretch of time, its first token, the end of its tokens (not
-        included), its rows [BN, 1], the channels of the first half [1, BH], and the mask of the
-        elements that exist, [BN, BH].
+        i_t: The index of the program's stretch of time.
+        t_0: Its first token.
+        t_1: The end of its tokens (not included).
+        o_n: Its rows, [BN, 1].
+        o_r: The channels of the first half of a head, [1, BH].
+        m: The mask of the elements that exist, [BN, BH].
     """
     # The stretches of time of one block of rows have consecutive program ids. int64: an offset may
     # exceed 2^31.
@@ -122,8 +127,8 @@ def _add_product(z, x, y):
 def _taps(p_weight, m, HALF: tl.constexpr, W: tl.constexpr):
     """Loads the taps of the convolution in fp32, (w_0, ..., w_(W-1)), ordered by lag.
 
-    The tap w_j at lag j is column W - 1 - j of the weight, [channels, W]. Each tap is a pair of
-    tiles, one for each half of a head's channels.
+    The tap w_j weighs the input j tokens before. It is column W - 1 - j of the weight, [channels,
+    W], and a pair of tiles, one for each half of a head's channels.
 
     Args:
         p_weight: Pointers to column 0 of the weight for the channels of the first half, [BN, BH].
@@ -167,12 +172,12 @@ def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: t
 
 @triton.jit
 def _document(p_doc, t, m_n):
-    """Loads the document of each row's token t, [BN, 1].
+    """Loads the id of the packed document that token t of each row belongs to, [BN, 1].
 
-    Before the first token it is 0: `past` belongs to document 0.
+    Before the first token it is 0: the inputs before the sequence (`past`) belong to document 0.
 
     Args:
-        p_doc: Pointers to the document of each row's token 0, [BN, 1].
+        p_doc: Pointers to the id of each row's token 0, [BN, 1].
         t: The token.
         m_n: Mask of the rows that exist, [BN, 1].
     """
@@ -181,10 +186,13 @@ def _document(p_doc, t, m_n):
 
 @triton.jit
 def _documents(p_doc, t_0, m_n, W: tl.constexpr):
-    """Loads the documents of the W - 1 tokens before t_0, the latest token first.
+    """Loads the ids of the packed documents of the W - 1 tokens before t_0, the latest token first.
+
+    Tokens before the first one of a sequence have 0. The convolution compares these ids, because a
+    token reads only inputs of its own document.
 
     Args:
-        p_doc: Pointers to the document of each row's token 0, [BN, 1].
+        p_doc: Pointers to the id of each row's token 0, [BN, 1].
         t_0: The program's first token.
         m_n: Mask of the rows that exist, [BN, 1].
         W: Width of the convolution.
@@ -197,14 +205,15 @@ def _documents(p_doc, t_0, m_n, W: tl.constexpr):
 
 @triton.jit
 def _without_other_documents(window, documents, W: tl.constexpr):
-    """Sets inputs of the window that are of another document than its newest one to zero.
+    """Returns the window with zeros in place of inputs of other documents than its newest one.
 
-    Documents never fall along T, so an input of another document never counts again: the caller may
-    keep the zeros as the history of the next token.
+    The ids of packed documents never fall along T, so an input of another document never counts
+    again: the caller may keep the zeros as the history of the next token.
 
     Args:
-        window: The inputs at lags 0 to W - 1, each a pair of tiles.
-        documents: The documents of these inputs, likewise from lag 0, [BN, 1] each.
+        window: The inputs of the current token and of the W - 1 tokens before it (lags 0 to W - 1),
+            each a pair of tiles, one for each half of a head's channels.
+        documents: The ids of the documents of these tokens, likewise from lag 0, [BN, 1] each.
         W: Width of the convolution.
     """
     same = (window[0],)
@@ -219,13 +228,15 @@ def _convolved(window, taps, bias, W: tl.constexpr):
     """Returns u = bias + sum_j taps[j] window[j], the causal convolution (SC of paper eq. 10).
 
     Args:
-        window: The inputs at lags 0 to W - 1, each a pair of tiles.
+        window: The inputs of the current token and of the W - 1 tokens before it (lags 0 to W - 1),
+            each a pair of tiles, one for each half of a head's channels.
         taps: The weights of these inputs, likewise, from `_taps`.
         bias: The bias, a pair of tiles.
         W: Width of the convolution.
     """
     u = bias
-    # The oldest input comes first.
+    # From the oldest input to the newest, as in plain.py and in the kernel for one token: the order
+    # of a sum decides its rounding.
     for i in tl.static_range(W):
         u = _add_product(u, taps[W - 1 - i], window[W - 1 - i])
     return u
@@ -236,9 +247,10 @@ def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl
     """Returns the factor g(S) of the l2 norm and the RMSNorm, and 2 g'(S) / g(S) for the backward.
 
     Both norms multiply a head's channels s by one factor, which depends only on S, the sum of their
-    squares. The l2 norm divides by n with n^2 = max(S, 1e-12). The RMSNorm of its result divides by
-    sqrt(m) with m = S / (R n^2) + EPS. So g is 1 / n (SILU), 1 / sqrt(m) (NORM, with n = 1) or
-    1 / (n sqrt(m)) (both).
+    squares:
+        l2 norm    divides by n, n^2 = max(S, 1e-12)
+        RMSNorm    divides the result by sqrt(m), m = S / (R n^2) + EPS, with n = 1 without l2 norm
+    So g is 1 / n (only SILU), 1 / sqrt(m) (only NORM) or 1 / (n sqrt(m)) (both).
 
     Args:
         b_S: S, [BN, 1].
@@ -249,7 +261,7 @@ def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl
     """
     if SILU:
         # Above the bound of 1e-12, n^2 = S and m is constant, so that g'(S) / g(S) = -1 / (2 S).
-        # Below it, n is constant: only m depends on S.
+        # Below it, n is constant: only m depends on S. b_q is S / n^2.
         b_n2 = tl.maximum(b_S, 1e-12)
         b_q = b_S / b_n2
         if NORM:
@@ -277,13 +289,13 @@ def forward_kernel(
     Args:
         p_x: The projection's output, [B, T, E], its last dimension dense.
         p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
-        p_doc: The document of each token, [B, T] int32, or None.
+        p_doc: The id of each token's document, [B, T] int32, or None.
         p_weight: The convolution's weight, [E, W], or None.
         p_bias: The convolution's bias, [E], or None.
         p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.
         p_sin: The rotary sines, likewise.
-        p_scale: The norm's scale, [R], or None.
-        p_shift: The norm's shift, [H, R], or None.
+        p_scale: The RMSNorm's scale, [R], or None.
+        p_shift: The RMSNorm's shift, [H, R], or None.
         p_y: The result, [B, T, H, R].
         T: Tokens of a sequence.
         H: Heads.
@@ -339,6 +351,7 @@ def forward_kernel(
     for i in tl.static_range(AHEAD):
         ahead = ahead + (_load(p_x + (t_0 + i) * stride_xt, m & (t_0 + i < t_1), HALF),)
 
+    # One token after the other: s is the pair of tiles that goes through the stages.
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         # Take token t, and start to load token t + AHEAD in its place.
         s = _to_fp32(ahead[0])
@@ -378,10 +391,12 @@ def _cotangent(
 ):  # fmt: skip
     """Computes the gradient of u, the result of the convolution, at one token.
 
-    The forward is s = SiLU(RoPE(u)), S = sum of s^2 over a head's channels, and y = scale s g(S) +
-    shift, where the factor g holds both norms (`_norms`). This function recomputes s from u, and
-    then goes back through the stages. With e = scale dy, the gradient of s is ds = g e + k g (e .
-    s) s, where k = 2 g'(S) / g(S), and that of u is du = RoPE^T (ds SiLU'(RoPE(u))).
+    The forward is, with the factor g of both norms (`_norms`):
+        s = SiLU(RoPE(u))    S = |s|^2 over a head's channels    y = scale s g(S) + shift
+    This function recomputes s from u, and goes back through the stages:
+        e = scale dy
+        ds = g e + k g (e . s) s, where k = 2 g'(S) / g(S)
+        du = RoPE^T (ds SiLU'(RoPE(u)))
 
     Args:
         u: The result of the convolution, or x if there is none. It is a pair of tiles [BN, BH], the
@@ -390,7 +405,7 @@ def _cotangent(
         p_cos: Pointers to the rotary cosines of token 0, [BN, BH], or None.
         p_sin: Pointers to the rotary sines of token 0, likewise.
         o_t: Offset of the token in these tables.
-        scale: The norm's scale; () without NORM.
+        scale: The RMSNorm's scale; () without NORM.
         m: Mask of the elements that exist, [BN, BH].
         R: Channels of a head.
         ROPE: True for RoPE.
@@ -401,7 +416,8 @@ def _cotangent(
     Returns:
         du, and s g(S): its product with dy is the gradient of scale.
     """
-    # The first half of the channels is a, the second b; da and db are the gradients.
+    # The first half of the channels is a, the second b. They hold u, then RoPE(u), s, and at last
+    # s g; da and db hold the gradient of y, then e, ds and du.
     b_a, b_b = u
     b_da, b_db = dy
     # Forward once more: s, and for the derivative of SiLU its sigmoids.
@@ -439,17 +455,17 @@ def _cotangent(
 
 @triton.jit
 def _add_to_pending(pending, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
-    """Adds the gradients of the last W inputs that come from token t.
+    """Adds to the gradients of the last W inputs the part that comes from token t.
 
     The input x_(t-j) went into u_t with the tap w_j, so its gradient gets w_j du_t. It is complete
-    when it has those of W tokens.
+    when it has the parts of W tokens, t - j to t - j + W - 1.
 
     Args:
         pending: pending[j] is the part of dx_(t-1-j) that comes from tokens before t, for j from 0
             to W - 2.
         du: The gradient of the convolution's result u at token t.
         taps: The weights of the convolution by lag, (w_0, ..., w_(W-1)).
-        documents: The documents of tokens t, t - 1, ..., t - W + 1 with DOCS, else ().
+        documents: With DOCS, the ids of the documents of tokens t, t - 1, ..., t - W + 1; else ().
         W: Width of the convolution.
         DOCS: True for packed documents.
 
@@ -485,12 +501,12 @@ def backward_kernel(
         p_dy: The gradient of y, [B, T, H, R], its last dimension dense.
         p_x: The projection's output, [B, T, E], its last dimension dense.
         p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
-        p_doc: The document of each token, [B, T] int32, or None.
+        p_doc: The id of each token's document, [B, T] int32, or None.
         p_weight: The convolution's weight, [E, W], or None.
         p_bias: The convolution's bias, [E], or None.
         p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.
         p_sin: The rotary sines, likewise.
-        p_scale: The norm's scale, [R], or None.
+        p_scale: The RMSNorm's scale, [R], or None.
         p_dx: The gradient of x, [B, T, E].
         p_dpast: The gradient of past, [B, W - 1, E], or None if it is not wanted.
         p_sums: The sums over this program's tokens, [ceil(T / BT), N, K, R] fp32. The K rows are
@@ -568,6 +584,8 @@ def backward_kernel(
             (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
         )
 
+    # One token after the other: u is the convolution's result, du its gradient, dx that of an
+    # input.
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         # Take x and dy of token t, and start to load those of token t + AHEAD.
         u = _to_fp32(ahead[0][0])

@@ -39,13 +39,13 @@ def forward(
         weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None for no norm.
-        shift: The norm's shift, [H, R], or None.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [R], or None for no norm.
+        shift: The RMSNorm's shift, [H, R], or None.
+        eps: The eps of the RMSNorm.
 
     Returns:
         y, [B, T, H, R], contiguous.
@@ -59,7 +59,8 @@ def forward(
     )
     if shift is not None:
         shift = shift.contiguous()
-    # A program computes BN rows (heads of sequences) over BT tokens.
+    # A program computes BN rows (heads of sequences) over BT tokens; there are `blocks` blocks of
+    # rows.
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens_per_program(T, blocks, programs=1024)
     with torch.cuda.device_of(x):
@@ -92,12 +93,12 @@ def backward(
         weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None for no norm.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [R], or None for no norm.
+        eps: The eps of the RMSNorm.
         need_past: True if the gradient of `past` is wanted.
 
     Returns:
@@ -115,7 +116,7 @@ def backward(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
     W = constants["W"]
-    # The number of gradients of parameters for each channel.
+    # K, the number of gradients of parameters for each channel: W taps and a bias, scale and shift.
     K = 0
     if weight is not None:
         K += W + 1
@@ -147,7 +148,7 @@ def _shared_arguments(
     x: Tensor, R: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, documents: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
 ) -> tuple[tuple, tuple, dict]:  # fmt: skip
-    """Makes the arguments that both kernels share.
+    """Makes the arguments that the forward and the backward kernel share.
 
     Args:
         x: A projection's output, [B, T, E] with E = H R channels.
@@ -155,12 +156,12 @@ def _shared_arguments(
         weight: The convolution's weight, [E, W], or None.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None.
-        documents: The document of each token, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [R], or None.
+        eps: The eps of the RMSNorm.
 
     Returns:
         The tensors in the order of the kernels, from x to scale (None for those that are not
@@ -217,8 +218,9 @@ def _tokens_per_program(T: int, blocks: int, programs: int) -> int:
 
 
 def _leading_strides(x: Tensor) -> tuple[int, ...]:
-    """Returns the strides of x without the last one.
+    """Returns the strides of x without the last one, which is 1.
 
-    The stride of a dimension of one may be anything: 0 avoids another compilation.
+    The stride of a dimension of size one has no effect. It is passed as 0, because another value
+    might let Triton compile the kernel again.
     """
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))

@@ -38,6 +38,9 @@ def step_kernel(
 ):  # fmt: skip
     """Computes the input features of one token, one head and BB sequences.
 
+    A head's place decides which stages it has: the first C / R heads are convolved, the first
+    ROTATED are rotated, the first SILU have SiLU and the l2 norm, the last NORMED the RMSNorm.
+
     Grid: H ceil(B / BB) programs. Tiles: the two halves of R, [BB, BH] each.
 
     Args:
@@ -49,8 +52,8 @@ def step_kernel(
         p_bias: The convolution's bias, [C], or None.
         p_cos: The rotary cosines, [R/2] or [B, R/2] fp32, or None.
         p_sin: The rotary sines, likewise.
-        p_scale: The norm's scale, [NORMED, R], or None.
-        p_shift: The norm's shift, [NORMED, R], or None.
+        p_scale: The RMSNorm's scale, [NORMED, R], or None.
+        p_shift: The RMSNorm's shift, [NORMED, R], or None.
         p_y: The result, [B, H, R].
         B: Sequences.
         stride_xb: Stride of x over sequences.
@@ -90,7 +93,8 @@ def step_kernel(
             window = window + (x,)
             bias = _to_fp32(_load(p_bias + o_e, m_r, HALF))
             b_a, b_b = bias[0], bias[1]
-            # The oldest input comes first.
+            # From the oldest input to the newest, as in the other forms: the order of a sum decides
+            # its rounding.
             for i in tl.static_range(W):
                 w = _to_fp32(_load(p_weight + i * C + o_e, m_r, HALF))
                 u = _to_fp32(window[i])
@@ -146,9 +150,9 @@ def step(
         sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
-        scale: The norm's scale, [N, R], of the last N heads, or None.
-        shift: The norm's shift, likewise.
-        eps: The eps of the norm.
+        scale: The RMSNorm's scale, [N, R], of the last N heads, or None.
+        shift: The RMSNorm's shift, likewise.
+        eps: The eps of the RMSNorm.
 
     Returns:
         y, [B, H, R] in x's dtype, contiguous.
@@ -158,8 +162,8 @@ def step(
     H = E // R
     y = torch.empty(B, H, R, dtype=x.dtype, device=x.device)
 
-    # The kernel reads rows whose last dimension is dense. If the past is copied for that, the copy
-    # is written back below.
+    # The kernel reads rows whose last dimension is dense. `window` is past, or a copy of it: the
+    # kernel overwrites the copy, which is then written back below.
     x = x if x.stride(-1) == 1 else x.contiguous()
     window = past if past is None or past.stride(-1) == 1 else past.contiguous()
     past_strides = (0, 0)

@@ -112,9 +112,9 @@ def interdomain_scan(
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's
             dtype. None means zeros.
-        documents: The document of each token, [B, T] integers, if sequences hold several packed
-            documents: from 0 to 2^31 - 1, never falling along T. A state stops at the end of its
-            document. The initial state belongs to document 0, which need not be there, and the
+        documents: The id of each token's document, [B, T] integers, if sequences hold several
+            packed documents: from 0 to 2^31 - 1, never falling along T. A state stops at the end of
+            its document. The initial state belongs to document 0, which need not be there, and the
             final one to the last token's document. None means one document. Values must be finite:
             a mask of zeros keeps documents apart, and 0 times NaN is NaN, so one such value spoils
             other documents of its sequence.
@@ -162,6 +162,7 @@ def interdomain_scan(
     )
     documents = checked_documents(documents, k, check_documents)
 
+    # Choose the backend, and how it runs on this device: "triton" or "plain" (an op), or None.
     backend = _choose_backend(backend, (q, k, v), M)
     _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
@@ -172,14 +173,16 @@ def interdomain_scan(
         with torch.autocast(k.device.type, enabled=False):
             o, final = scan_recorded(*inputs, documents)
     else:
-        # An op with a backward of its own. If nobody would see the op, its function is called
-        # directly.
+        # An op with a backward of its own. If only values are wanted, its function is called
+        # directly. `save` keeps the result of pass 1 for the backward.
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
         save = not recompute and torch.is_grad_enabled() and runs_as == "triton"
         run = ops.scan
         if runs_as == "plain" and only_values(*inputs):
             run = ops.run_scan
+        # With a group, the state of k and v is on its way to the other ranks; `local` are the
+        # states of segments that were computed for it.
         group_name, message, local = _sent_state(group, (k, v), log_decay, backend, documents)
         if triton_support.operand_dtype(q, k, v) != triton_support.operand_dtype(k, v):
             # The states of segments are of no use: with q, the operands have another dtype, and the
@@ -207,8 +210,8 @@ def linear_scan(
         log_decay: theta, [H, M, 2], as in `interdomain_scan`.
         readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
         initial_state: X before the first token, [B, H, M, P, 2]. None means zeros.
-        documents: The document of each token, [B, T] integers, as in `interdomain_scan`. None means
-            one document.
+        documents: The id of each token's document, [B, T] integers, as in `interdomain_scan`. None
+            means one document.
         final_state: False if only y is wanted, as in training. Then no final state is written.
         backend: One of BACKENDS, as in `interdomain_scan`.
         check_documents: False leaves out the check of the values of `documents`.
@@ -235,6 +238,7 @@ def linear_scan(
     )
     documents = checked_documents(documents, z, check_documents)
 
+    # Choose the backend, and how it runs on this device: "triton" or "plain" (an op), or None.
     backend = _choose_backend(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
@@ -245,8 +249,8 @@ def linear_scan(
         with torch.autocast(z.device.type, enabled=False):
             y, final = linear_recorded(*inputs, documents)
     else:
-        # An op with a backward of its own. If nobody would see the op, its function is called
-        # directly.
+        # An op with a backward of its own. If only values are wanted, its function is called
+        # directly. With a group, the state of z is on its way to the other ranks.
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
         run = ops.linear_scan
@@ -272,7 +276,7 @@ def send_state(
         *parts: k and v of `interdomain_scan`, or z of `linear_scan`.
         log_decay: theta = log Lambda as real pairs, [H, M, 2], the same as in the call of the scan.
         group: Name of the process group.
-        documents: The document of each token, the same as in the call of the scan.
+        documents: The id of each token's document, the same as in the call of the scan.
         backend: One of BACKENDS, the same as in the call of the scan.
         check_documents: False leaves out the check of the values of `documents`.
 
@@ -282,6 +286,7 @@ def send_state(
     Raises:
         ValueError: Shapes, dtypes, devices, backend, documents or group are not as in the scan.
     """
+    # Check that the inputs fit together. parts[0] is k or z, and parts[1], if it is there, v.
     B, T, H, _ = _sizes("k or z", parts[0], "B", "T", "H", "R")
     for x in parts[1:]:
         _check_shape("v", x, (B, T, H, x.shape[-1]))
@@ -304,7 +309,7 @@ def _sent_state(
     backend: str,
     documents: Tensor | None,
 ) -> tuple[Any, Any, Any]:
-    """Starts the exchange of states if the caller of the scan has not started it.
+    """Returns the state on its way to other ranks, which it starts if `send_state` has not.
 
     Args:
         group: The scan's argument: a name, "" or the result of `send_state`.
@@ -420,7 +425,9 @@ def _step(
     shape: tuple[int, ...],
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checks the tensors of a step, and runs it by Triton kernels if they can.
+    """Checks the tensors of a step, and runs it: on Triton kernels if they can, else in PyTorch.
+
+    A step is the scan of one token.
 
     Args:
         plain: The step in plain PyTorch; it overwrites the state.
@@ -456,7 +463,7 @@ def _step(
             decay = decay_factor(log_decay)
         args = *tokens.values(), decay, table
 
-        # The kernels record no gradient.
+        # The kernels run on a GPU if no gradient is recorded, else plain PyTorch.
         run = plain
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
         on_gpu = state.device.type in ops.KERNEL_DEVICES
@@ -464,7 +471,7 @@ def _step(
             first_derivatives_only(*args, state)
             run = fused
 
-        # Both overwrite the state that they are called with.
+        # Both overwrite the state that they are called with: without `inplace`, a copy.
         new = state
         if not inplace:
             new = state.clone(memory_format=torch.contiguous_format)
@@ -474,7 +481,7 @@ def _step(
 def resolve_backend(
     device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """Returns the backend that `auto` runs.
+    """Returns the backend that `auto` runs, for `interdomain_scan` and for `linear_scan`.
 
     A process logs each answer for its own devices once, also if torch.compile asks.
 
@@ -482,13 +489,16 @@ def resolve_backend(
         device: The device of the inputs. None means a GPU of another machine, of compute capability
             8.0 or higher and with Triton.
         M: Number of basis functions.
-        width: The larger of R and D; 0 for the linear readout, which takes every width.
+        width: The larger of the widths of keys (R) and values (D) of a head; 0 for `linear_scan`,
+            which takes every width.
         dtype: float64 if any of q, k, v is, else float32 if any is, else bfloat16.
 
     Returns:
         backend: `chunkwise` or `chunkwise-torch`.
         description: A description of the backend, with the reason if the Triton kernels do not run.
     """
+    # `chunkwise` is the Triton kernels on a GPU, and plain PyTorch on other devices. Plain PyTorch
+    # on a GPU has a name of its own, for inputs that the kernels do not take.
     backend = "chunkwise"
     description = "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:
@@ -502,11 +512,11 @@ def resolve_backend(
 
 
 def _choose_backend(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
-    """Returns the backend that runs: `auto` resolved, an explicit one checked.
+    """Returns the backend that runs: the best one for `auto`, else the given one, if it can run.
 
     Args:
         backend: One of BACKENDS, the argument of a scan.
-        inputs: q, k and v, or k and v, or z.
+        inputs: The tokens: q, k and v, or k and v, or z.
         M: Number of basis functions.
 
     Raises:
@@ -516,7 +526,8 @@ def _choose_backend(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     device = inputs[0].device
     dtype = triton_support.operand_dtype(*inputs)
-    # The linear readout, which has one input, takes every width.
+    # The larger of the widths of keys and values. The linear readout, which has one input, takes
+    # every width.
     width = 0
     if len(inputs) > 1:
         width = max(x.shape[-1] for x in inputs)
@@ -580,6 +591,7 @@ def _check_decay(log_decay: Tensor) -> None:
         or torch._C._are_functorch_transforms_active()
     ):
         return
+    # The smallest number that the dtype holds to full precision is the least |Lambda|^CHUNK.
     dtype = log_decay.dtype
     fastest = min(log_decay.detach()[..., 0].flatten().tolist())
     limit = math.log(torch.finfo(dtype).tiny) / CHUNK

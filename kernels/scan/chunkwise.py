@@ -20,18 +20,13 @@ batched matmul over heads. Keys and values are transposed to [P, L]. Complex num
 (re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
 single multiplication.
 
-If documents are packed, a state stops at the end of its document. Four masks of zeros and ones
-(`Masks`) say which scores count, which rows read the state before the chunk, which tokens reach the
-state after it, and whether the state passes on.
+If documents are packed, a state stops at the end of its document (`Masks`). The backward computes
+everything again: only the inputs are saved.
 
-The backward computes everything again: only the inputs are saved.
-
-Context parallelism: the tokens may be one rank's part of longer sequences. `final_state` is then
-the state that these tokens leave when they start from zero, and initial_state may be a function
-that waits for the state before them. It is called after everything that needs no state. In the
-backward, `exchange` takes the gradient of the state before the tokens by their own outputs. It
-returns a function that waits for the gradient of the state after them, which takes the place of
-d_final.
+Context parallelism: the tokens may be one rank's part of longer sequences. initial_state may then
+be a function that waits for the state before them; it is called after everything that needs no
+state. In the backward, `exchange` takes the gradient of the state before the tokens by their own
+outputs, and returns a function that waits for that of the state after them, instead of d_final.
 
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy
 conjugate is silently dropped.
@@ -147,7 +142,7 @@ def scan_forward(
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or a
             function that waits for it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
 
     Returns:
@@ -157,7 +152,7 @@ def scan_forward(
     """
     B, T, H, R = k.shape
     D = v.shape[3]
-    # It turns a into conj(b).
+    # W with a changed sign, so that its product with a is conj(b).
     weights = _conjugated_mixing(mixing)
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
 
@@ -165,6 +160,7 @@ def scan_forward(
     # meanwhile: the part of pass 1 within the chunks.
     loaded = []
     for chunks, local in _load_segments((k, v), log_decay, documents):
+        # q as rows, [H, B, N, G L, R]; z has the keys in its first R channels.
         rows = load_rows(q, H, chunks.segment, log_decay.dtype)
         a = _part_within_chunks(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
         loaded.append((chunks, local, rows, a))
@@ -178,14 +174,12 @@ def scan_forward(
         # The first R channels of a state are the keys', the others the values'.
         S, X = _states(local, X, tables, masks)
         a = _contract(a, rows, S[..., :R, :], tables, masks)
-        # b is stored as conj(E b).
+        # b is stored as conj(E b), with the power E of a token's place in its chunk.
         b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
-            _kernel(b, tables, rows.shape, masks),
-            _zero_unless_reading(b, rows, masks),
-            z[..., R:, :],
-            S[..., R:, :],
-        )
+            _kernel(b, tables, rows.shape, masks), _zero_unless_reading(b, rows, masks),
+            z[..., R:, :], S[..., R:, :],
+        )  # fmt: skip
         store_rows(o, out, segment)
     final_state = None
     if need_final:
@@ -210,7 +204,7 @@ def scan_backward(
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
             for zeros. With context parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -219,7 +213,7 @@ def scan_backward(
     """
     H, R = k.shape[2:]
     dtype = log_decay.dtype
-    # It turns a into conj(b), and transposed it turns c into conj(e).
+    # W with a changed sign: its product with a is conj(b), and transposed with c it is conj(e).
     weights = _conjugated_mixing(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
@@ -234,14 +228,15 @@ def scan_backward(
         keys = z[..., :R, :]
         values = z[..., R:, :]
 
-        # Pass 1 of (q, k) and of (do, v): a and c.
+        # Pass 1 of (q, k) and of (do, v): a = X^k q and c = X^v do for each token.
         rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k = _scores(rows, keys, masks)
         scores_v = _scores(d_rows, values, masks)
         a = _contract(_part_within_chunks(scores_k, tables), rows, S[..., :R, :], tables, masks)
         c = _contract(_part_within_chunks(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
 
-        # conj(E b) and conj(E e), and the gradient of the one matrix that gives both.
+        # conj(b) = J W a and conj(e) = (J W)^T c, stored as conj(E b) and conj(E e) with the power
+        # E of a token's place in its chunk; and the gradient of J W, the matrix that gives both.
         b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         e = _multiply_by_power(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
@@ -250,22 +245,16 @@ def scan_backward(
         # Scores of pass 3, and the gradient of log_decay within the chunks.
         kernel_b = _kernel(b, tables, d_rows.shape, masks)
         kernel_e = _kernel(e, tables, rows.shape, masks)
-        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(
-            scores_v, b, tables
-        )
+        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
 
         # What the chunks add to the gradient of the state before them.
         b = _zero_unless_reading(b, d_rows, masks)
         e = _zero_unless_reading(e, rows, masks)
         added = _added_by_chunks(rows, e, d_rows, b)
-        parts.append(
-            _QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added)
-        )
+        parts.append(_QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added))  # fmt: skip
 
     # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
-    wait = _start_exchange(
-        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
-    )
+    wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     for part in parts:
         segment, _, _, z = part.chunks
         S = part.S
@@ -278,9 +267,7 @@ def scan_backward(
         segment, tables, masks, z = part.chunks
         Z, d_X = _costates(part.added, d_X, tables, masks)
         store_columns(dk, _adjoint(part.kernel_e, part.rows, Z[..., :R, :], tables, masks), segment)
-        store_columns(
-            dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment
-        )
+        store_columns(dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment)  # fmt: skip
         # The positions 1 to L, once for each of the G query heads: the weights of the gradient of
         # log_decay.
         heads = part.rows.shape[3] // segment.length
@@ -291,13 +278,8 @@ def scan_backward(
     if initial_state is not None:
         d_initial = store_state(d_X)
     return (
-        dq,
-        dk,
-        dv,
-        torch.view_as_real(d_theta),
-        _conjugated_mixing_gradient(d_weights),
-        d_initial,
-    )
+        dq, dk, dv, torch.view_as_real(d_theta), _conjugated_mixing_gradient(d_weights), d_initial,
+    )  # fmt: skip
 
 
 def linear_forward(
@@ -312,7 +294,7 @@ def linear_forward(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2], or a function that waits for
             it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
 
     Returns:
@@ -325,6 +307,7 @@ def linear_forward(
     loaded = []
     for chunks, local in _load_segments((z,), log_decay, documents):
         _, tables, masks, columns = chunks
+        # The kernel is [H, L, L], the same for all channels. A mask differs by chunk: [B, N, L, L].
         w, kernel = _linear_kernel(readout, tables)
         if masks is None:
             out = columns.flatten(1, 3) @ kernel.mT
@@ -339,6 +322,7 @@ def linear_forward(
     for chunks, local, w, out in loaded:
         segment, tables, masks, _ = chunks
         S, X = _states(local, X, tables, masks)
+        # Re((E w)^T S), as the inner product of pairs. `w` holds conj(E w).
         if masks is None:
             out.baddbmm_(real_pairs(S).flatten(1, 3), real_pairs(w).mT)
         else:
@@ -364,7 +348,7 @@ def linear_backward(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
             parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -373,9 +357,7 @@ def linear_backward(
     """
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    d_theta, d_w = (
-        log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2)
-    )
+    d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))  # fmt: skip
     w_conj = conj_physical(_as_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
     # Compute the states before all chunks once more. Then go through the segments in reverse, and
@@ -384,20 +366,20 @@ def linear_backward(
     parts = []
     for chunks, S, _ in reversed(forward):
         masks = chunks.masks
+        # `reading` is the gradient of the tokens that read the state before the chunk.
         d_columns = load_columns((d_y,), chunks.segment, dtype)
         reading = d_columns
         if masks is not None:
             reading = masks.reads * d_columns
         reading = reading.flatten(1, 3)
+        # What the chunk adds to the gradient of the state before it: conj(w) sum_i conj(E_i) dy_i.
         E_conj = real_pairs(conj_physical(chunks.tables.E))
         sums = _complex_like(reading @ E_conj, S)
         parts.append(_LinearReadout(chunks, S, d_columns, reading, E_conj, sums, w_conj * sums))
 
     # Then everything that needs the gradients of the states: dz, and those of readout and
     # log_decay.
-    wait = _start_exchange(
-        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
-    )
+    wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     d_X = wait()
     for part in parts:
         segment, tables, masks, columns = part.chunks
@@ -408,8 +390,7 @@ def linear_backward(
         Z, d_X = _costates(part.added, d_X, tables, masks)
 
         # dz within the chunk and from later chunks. The scores dy_i . z_j are multiplied only by
-        # tables of the head, so they are summed over batch and chunks before anything else: [H, L,
-        # L].
+        # tables of the head, so they are summed over batch and chunks first: [H, L, L].
         if masks is None:
             out = flat_dy @ kernel
             out.baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tables.T).mT)
@@ -430,9 +411,7 @@ def linear_backward(
         weighted_E = tables.position[:, None] * part.E_conj
         weighted = w_conj * _complex_like(part.reading @ weighted_E, S)
         d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
-        c = torch.view_as_complex(
-            (scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2))
-        )
+        c = torch.view_as_complex((scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))  # fmt: skip
         d_theta += (w * conj_physical(c)).sum(1)
     d_initial = None
     if initial_state is not None:
@@ -448,26 +427,26 @@ def final_state(
     Args:
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Returns:
         The state, [B, H, M, P, 2], and None: the form in Triton also returns the states of its
         segments.
     """
+    # The state after the last segment.
     *_, (_, _, X) = _segments_with_states(parts, log_decay, None, documents)
     return store_state(X), None
 
 
-# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c and e [H, B N G L, 2M] in
-# interleaved pairs, states [H, B, N, P, M] complex. b and e are stored as conj(E b) and conj(E e):
-# Re(b^T x) is then the real inner product of two rows of pairs.
+# The passes. a, b, c and e are [H, B N G L, 2M] in interleaved pairs. b and e are stored as
+# conj(E b) and conj(E e): Re(b^T x) is then the real inner product of two rows of pairs.
 
 
 def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
     """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document.
 
     Args:
-        rows: q, [H, B, N, G L, R].
+        rows: q, [H, B, N, G L, R]: L tokens of a chunk, for each of G heads that share the keys.
         columns: k, [H, B, N, R, L].
         masks: Masks for packed documents, or None.
     """
@@ -477,8 +456,11 @@ def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
 def _kernel(b: Tensor, tables: Tables, rows: torch.Size, masks: Masks | None) -> Tensor:
     """Computes D_ij = tril(Re(b_i^T Lambda^(i-j))) of each chunk, [H, B, N, G L, L].
 
+    It is the share of token j's value in the output of token i. With E_i = Lambda^(i-r) and T_j =
+    Lambda^(r-j) it is Re((E b)_i^T T_j), the inner product of the pairs of conj(E b) and T.
+
     Args:
-        b: conj(E b), [H, B N G L, 2M].
+        b: conj(E b) as pairs, [H, B N G L, 2M]: a row for each token of a chunk and query head.
         tables: Powers of Lambda.
         rows: The shape of rows of the same tokens, [H, B, N, G L, any width].
         masks: Masks for packed documents, or None.
@@ -496,8 +478,9 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     Returns:
         scores.
     """
-    # Above the diagonal D holds positive powers of 1 / Lambda, which may be huge. tril_ overwrites
-    # them with zeros instead of multiplying them by zeros.
+    # Above the diagonal there may be positive powers of 1 / Lambda (`_kernel`), huge or infinite.
+    # tril_ overwrites them with zeros instead of multiplying by zeros. [..., G L, L] becomes
+    # [..., G, L, L].
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
     if masks is not None:
         per_head.mul_(masks.same[:, :, :, None])
@@ -505,10 +488,14 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
 
 
 def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
-    """Sets rows of b to zero that do not read the state before their chunk.
+    """Returns b with zeros for the tokens that do not read the state before their chunk.
+
+    A token reads that state only if its document began before the chunk. Without masks the result
+    is b itself, else a new tensor.
 
     Args:
-        b: Weights of each token, conj(E b) as pairs, [H, B N G L, 2M].
+        b: The weights with which tokens read a state, times a power E of the decay, as pairs of
+            conj(E b), [H, B N G L, 2M]: N chunks of L tokens, for G query heads of a state head.
         rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         masks: Masks for packed documents, or None.
     """
@@ -519,6 +506,8 @@ def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor
 
 def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
     """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk.
+
+    T_j = Lambda^(r-j) is the power of the decay for position j of a chunk, with r in its middle.
 
     Args:
         scores: tril(q k^T), [H, B, N, G L, L].
@@ -533,6 +522,9 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
 def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
+    E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, and S is the state before the
+    chunk, as in `_states`.
+
     Args:
         a: The result of `_part_within_chunks`, [H, B N G L, 2M].
         rows: q, [H, B, N, G L, R].
@@ -545,6 +537,7 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     """
     if masks is not None:
         rows = rows * masks.reads_by_row(rows)
+    # For each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
     a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
     a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
     return _multiply_by_power(a, tables.E)
@@ -553,8 +546,10 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
 def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     """Computes pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S).
 
+    The first part comes from the tokens of the chunk, the second one from the state S before it.
+
     Args:
-        kernel: D, [H, B, N, G L, L].
+        kernel: D from `_kernel`, [H, B, N, G L, L].
         b: conj(E b) with the zeros of `_zero_unless_reading`, [H, B N G L, 2M].
         columns: v, [H, B, N, D, L].
         S: Value channels of the states before the chunks, [H, B, N, D, M].
@@ -562,6 +557,7 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     Returns:
         o as rows, [H, B, N, G L, D].
     """
+    # One product for each head and chunk: [H B N, G L, L] @ [H B N, L, D].
     out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
     out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
     return out.view(*kernel.shape[:-1], -1)
@@ -572,8 +568,11 @@ def _adjoint(
 ) -> Tensor:
     """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T conj(Z)).
 
+    The first part comes from outputs of the chunk, the second one from later chunks, which token j
+    reaches through the state after the chunk. T_j = Lambda^(r-j) is a power of the decay.
+
     Args:
-        kernel: The matrix D, [H, B, N, G L, L].
+        kernel: The matrix D from `_kernel`, [H, B, N, G L, L].
         rows: do, [H, B, N, G L, D].
         Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M],
             multiplied by the powers of Lambda that `_costates` names.
@@ -583,9 +582,12 @@ def _adjoint(
     Returns:
         dv as columns, [H, B, N, D, L].
     """
+    # From later chunks: [H, B N D, 2M] @ [H, 2M, L]. With documents, only for tokens that are in
+    # the state after the chunk.
     out = real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT
     if masks is not None:
         out = out.view(*Z.shape[:4], -1) * masks.writes
+    # From the chunk, for each head and chunk: [H B N, D, G L] @ [H B N, G L, L].
     out = out.view(-1, rows.shape[-1], kernel.shape[-1])
     out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2))
     return out.view(*rows.shape[:3], *out.shape[1:])
@@ -593,6 +595,9 @@ def _adjoint(
 
 def _added_by_chunks(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
     """Computes what each chunk adds to the gradient of the state before it.
+
+    Its tokens have read that state twice: the key channels by q (their gradient comes back as e),
+    and the value channels by b (the gradient comes back as do). E is a power of the decay.
 
     Args:
         rows: q, [H, B, N, G L, R].
@@ -620,12 +625,13 @@ def _load_segments(
     Args:
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Yields:
         The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
     """
     for segment in segments(parts[0].shape[1]):
+        # With documents, only tokens of the chunk's last document are in the sum.
         tables = make_tables(log_decay, segment.length)
         z = load_columns(parts, segment, log_decay.dtype)
         masks = Masks.build(documents, segment, log_decay.dtype)
@@ -648,7 +654,7 @@ def _segments_with_states(
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
         initial_state: The state before the tokens, [B, H, M, P, 2], or None.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
 
     Yields:
         The chunks of a segment, the states before them as in `_states`, and the state after the
@@ -701,8 +707,9 @@ def _start_exchange(
 def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tuple[Tensor, Tensor]:
     """Computes the states before every chunk, and the state after the last one.
 
-    With local = sum_j T_j z_j of a chunk, the next state is S' = Lambda^L (S + local), and the
-    state itself is X' = Lambda^(L-1-r) (S + local).
+    A chunk of L tokens uses the state X before it as S = Lambda^(r+1) X, with r in the middle of
+    the chunk. With local = sum_j T_j z_j of the chunk, the next S is Lambda^L (S + local), and the
+    state X after the chunk is Lambda^(L-1-r) (S + local).
 
     Args:
         local: sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
@@ -715,6 +722,7 @@ def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tu
         the last chunk.
     """
     S = torch.empty_like(local)
+    # `current` is the S of chunk n.
     current = tables.enter * X
     for n in range(local.shape[2]):
         S[:, :, n] = current
@@ -731,8 +739,9 @@ def _costates(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the states after every chunk: `_states` in reverse, on conjugates.
 
-    Z = conj(Lambda^(L-1-r)) d_X for the last chunk, and Z' = conj(Lambda^L) (Z + added) for the one
-    before.
+    They are used as Z = conj(Lambda^(L-1-r)) d_X for the gradient d_X of the state after a chunk of
+    L tokens, with r in the middle of the chunk. The Z of the chunk before is conj(Lambda^L) (Z +
+    added).
 
     Args:
         added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
@@ -745,6 +754,7 @@ def _costates(
         chunk, and the gradient of the state before the first chunk.
     """
     Z = torch.empty_like(added)
+    # In reverse, `enter` and `leave` of the forward change places.
     enter = conj_physical(tables.leave)
     carry = conj_physical(tables.carry)
     leave = conj_physical(tables.enter)
@@ -764,7 +774,9 @@ def _costates(
 def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
     """Computes the gradient of theta by pairs of tokens of the same chunk. Overwrites the scores.
 
-    It is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i.
+    Token i reads token j with Lambda^(i-j), whose derivative by theta = log Lambda has the factor i
+    - j. The gradient is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, where E_i
+    T_j = Lambda^(i-j).
 
     Args:
         scores: tril(q k^T), [H, B, N, G L, L].
@@ -783,8 +795,10 @@ def _decay_gradient_states(
 ) -> Tensor:
     """Computes the gradient of theta by the states before and after the chunks.
 
-    One part reads the state, sum_i (i + 1) (E b)_i (S do_i). The other part carries the state over
-    the chunk, Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+    A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. So the part of tokens that
+    read the state S before the chunk is sum_i (i + 1) (E b)_i (S do_i). The part that goes on into
+    the state after the chunk, whose gradient is Z, is Z (L S + sum_j (L - 1 - j) T_j z_j). No
+    weight exceeds L, however many tokens there are.
 
     Args:
         z: Columns, [H, B, N, P, L].
@@ -798,10 +812,12 @@ def _decay_gradient_states(
         [H, M] complex.
     """
     L = z.shape[-1]
+    # The weight of S in the state after the chunk. With documents, some tokens and S may be absent.
     carried = L
     if masks is not None:
         z = z * masks.writes
         carried = L * masks.keeps
+    # `written` is the part of the chunk's tokens. `position` is j + 1.
     written = _sum_over_tokens(
         (L - tables.position)[:, None] * tables.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
     )
@@ -813,7 +829,7 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
 
     Args:
         T: T_j = Lambda^(r-j) for each position j of a chunk, [H, L, M] complex.
-        sums: x as pairs, [H, L, 2M], summed over batch, chunks and channels.
+        sums: x as pairs, [H, L, 2M]: sums over batch, chunks and channels.
     """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
@@ -826,7 +842,7 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
     Args:
         readout: w as (Re w | Im w), [H, 2M].
-        tables: Powers of Lambda.
+        tables: Powers of Lambda. With E_i = Lambda^(i-r), token i reads the state before the chunk.
 
     Returns:
         conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
@@ -836,7 +852,7 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
 
 def _conjugated_mixing(mixing: Tensor) -> Tensor:
-    """Returns J W on interleaved pairs, [H, 2M, 2M], where J = diag(I, -I) conjugates [Re; Im].
+    """Returns J W for interleaved pairs (re, im), [H, 2M, 2M]; J = diag(I, -I) conjugates [Re; Im].
 
     conj(b) = J W a and conj(e) = (J W)^T c: one matrix serves forward and backward.
 
@@ -845,6 +861,7 @@ def _conjugated_mixing(mixing: Tensor) -> Tensor:
     """
     H = mixing.shape[0]
     M = mixing.shape[1] // 2
+    # J changes the sign of the lower half. Then rows and columns (2, M) become (M, 2).
     w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
     return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
 
@@ -853,6 +870,7 @@ def _conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
     """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_conjugated_mixing`."""
     H = d_weights.shape[0]
     M = d_weights.shape[1] // 2
+    # Rows and columns (M, 2) become (2, M) again, and the lower half changes its sign.
     upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
     return torch.cat((upper, -lower), dim=1)
 

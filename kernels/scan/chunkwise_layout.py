@@ -84,7 +84,7 @@ class Masks(NamedTuple):
         """Makes the masks of a segment.
 
         Args:
-            documents: The document of each token, [B, T], or None.
+            documents: The id of each token's document, [B, T], or None.
             segment: The segment.
             dtype: The dtype of the masks.
 
@@ -93,8 +93,8 @@ class Masks(NamedTuple):
         """
         if documents is None:
             return None
-        # The document d of each token, [B, N, L]; l of each chunk's last token, and p of the token
-        # before each chunk, [B, N].
+        # d, the document of each token, [B, N, L]; `last` (l), that of each chunk's last token, and
+        # p, that of the token before each chunk, [B, N].
         d = segment.by_chunk(documents)
         if segment.start:
             before = documents[:, segment.start - 1 : segment.start]
@@ -103,7 +103,8 @@ class Masks(NamedTuple):
         last = d[:, :, -1]
         p = torch.cat((before, last[:, :-1]), dim=1)
 
-        # A leading axis of one stands for the heads.
+        # Compare them, with axes of one for the places that do not matter. A leading axis of one
+        # stands for the heads.
         same = d[..., None] == d[:, :, None]
         reads = (d == p[..., None])[:, :, None]
         writes = (d == last[..., None])[:, :, None]
@@ -116,7 +117,7 @@ class Masks(NamedTuple):
         )
 
     def reads_by_row(self, rows: Tensor) -> Tensor:
-        """Returns `reads` for rows of G query heads: [1, B, N, G L, 1].
+        """Returns the mask `reads` once for each of G query heads: [1, B, N, G L, 1].
 
         Args:
             rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
@@ -143,8 +144,8 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         L: Tokens of a chunk.
     """
-    # All powers from Lambda^-r to Lambda^L, [H, L + r + 1, M]: Lambda^n is at n + r. The tables are
-    # parts of them.
+    # All powers from Lambda^-r to Lambda^L, [H, L + r + 1, M], so that Lambda^n is at n + r. The
+    # tables are parts of them.
     r = L // 2
     exponents = torch.arange(-r, L + 1, device=log_decay.device)
     table = torch.view_as_complex(powers(log_decay, exponents))
@@ -166,12 +167,14 @@ def real_pairs(x: Tensor) -> Tensor:
 
 
 def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies tokens of N chunks of L tokens into rows: [B, T, H G, d] -> [H, B, N, G L, d].
+    """Copies the tokens of a segment into rows: [B, T, H G, d] -> [H, B, N, G L, d].
+
+    The rows of a state head are the L tokens of a chunk, once for each of its G query heads.
 
     Args:
         x: Vectors of d numbers for each token and each of H G heads.
         H: Number of state heads.
-        segment: The segment.
+        segment: Which tokens are copied: N chunks of L tokens that follow each other.
         dtype: The dtype of the rows.
     """
     x = segment.by_chunk(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
@@ -179,24 +182,27 @@ def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor
 
 
 def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
-    """Writes rows [H, B, N, G L, d] of a segment to their tokens in `out` [B, T, H G, d].
+    """Writes rows [H, B, N, G L, d] to their tokens in `out` [B, T, H G, d].
 
-    It is the reverse of `load_rows`.
+    It is the reverse of `load_rows`. The segment says which tokens they are: N chunks of L tokens.
     """
     rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
     segment.by_chunk(out).unflatten(3, rows.shape[3:5]).copy_(rows)
 
 
 def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies tokens of N chunks into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
+    """Copies the tokens of a segment into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
 
     Args:
-        parts: Tokens by head: k and v, or one tensor. Their columns are stacked.
-        segment: The segment.
+        parts: Vectors by token and head: k and v, or one tensor. A column is one token's vectors of
+            all parts, one below the other.
+        segment: Which tokens are copied: N chunks of L tokens that follow each other.
         dtype: The dtype of the columns.
     """
+    # Views of the parts: [B, T, H, d] -> [B, N, L, H, d] -> [H, B, N, d, L].
     columns = [segment.by_chunk(x).permute(3, 0, 1, 4, 2) for x in parts]
     widths = [x.shape[3] for x in columns]
+    # Copy each to its rows of the result, which also changes the dtype.
     out = torch.empty(
         *columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device
     )
@@ -206,21 +212,22 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
 
 
 def store_columns(out: Tensor, columns: Tensor, segment: Segment) -> None:
-    """Writes columns [H, B, N, d, L] of a segment to their tokens in `out` [B, T, H, d].
+    """Writes columns [H, B, N, d, L] to their tokens in `out` [B, T, H, d].
 
-    It is the reverse of `load_columns`.
+    It is the reverse of `load_columns` of one part. The segment says which tokens they are: N
+    chunks of L tokens.
     """
     segment.by_chunk(out).copy_(columns.permute(1, 2, 4, 0, 3))
 
 
 def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
-    """Views a state as [B, H, M, P, 2] -> [H, B, P, M] complex. None means zeros.
+    """Views a state in the layout of this module: [B, H, M, P, 2] -> [H, B, P, M] complex.
 
     Args:
-        state: The state, or None.
+        state: The state, or None for zeros.
         B: Number of sequences.
         P: Channels of a state.
-        log_decay: theta, [H, M, 2]; gives the other sizes and the dtype.
+        log_decay: theta = log Lambda, [H, M, 2]. Only its sizes and its dtype count.
     """
     H, M, _ = log_decay.shape
     if state is None:

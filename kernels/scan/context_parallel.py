@@ -34,9 +34,14 @@ def send(
     local: Tensor, log_decay: Tensor, T: int, documents: Tensor | None, group: str, *, reverse: bool = False,
     d_final: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Starts the exchange of states. `receive` waits for its end.
+    """Starts the exchange of states between ranks. `receive` waits for its end.
 
-    It is collective: every rank of the group calls it, with the same shapes.
+    Rank r of N has T tokens, which leave the state F_r when they start from zero. The state that
+    enters rank r is the sum over the ranks s before it
+        S_r = sum_(s < r) Lambda^((r-1-s) T) F_s
+    without those s for which a document begins in a rank between s and r. Each rank computes
+    one N-th of the rows of every S_r. It is collective: every rank of the group calls it, with the
+    same shapes.
 
     Args:
         local: F_r, the state that the tokens of this rank r leave when they start from zero, [B, H,
@@ -44,8 +49,8 @@ def send(
             outputs.
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         T: Tokens of a rank.
-        documents: The document of each token, [B, T], or None. Document 0 goes on from the rank
-            before.
+        documents: The id of each token's document, [B, T], or None. Document 0 goes on from the
+            rank before.
         group: Name of the process group.
         reverse: True for gradients, which go from the last rank to the first one.
         d_final: With `reverse`, the gradient of this rank's final state if its caller used that
@@ -75,11 +80,13 @@ def send(
 
         # The first all-to-all brings each rank its rows (h, m) of all F_r, and all rho_r.
         H, M, _ = log_decay.shape
-        rows = local.flatten(1, 2).transpose(0, 1).flatten(1)
+        rows = local.flatten(1, 2).transpose(0, 1).flatten(1)  # [H M, B P 2]
+        # Zeros fill the rows up to a multiple of N, so that every rank has as many.
         rows = F.pad(rows, (0, 0, 0, -(H * M) % N)).view(N, -1)
         rows_and_passes = torch.cat((rows, passes.expand(N, B)), dim=1)
-        from_all = c10d.wait_tensor(_all_to_all(rows_and_passes, group))
-        # The sum is in float64, because float32 products may be computed in TF32.
+        from_all = c10d.wait_tensor(_all_to_all(rows_and_passes, group))  # a row from each rank
+        # F_s of every rank s in this rank's rows, [N, rows, B, P] complex. The sum is in float64,
+        # because float32 products may be computed in TF32.
         states = torch.view_as_complex(
             from_all[:, :-B].double().contiguous().view(N, -1, B, local.shape[3], 2)
         )
@@ -100,12 +107,13 @@ def send(
         # ranks.
         if reverse:
             weights = torch.conj_physical(weights).transpose(0, 1)
+        # S_r = sum_s weights[r, s] F_s in this rank's rows (n).
         sums = torch.einsum("rsnb,snbp->rnbp", weights.to(states.dtype), states)
         return _all_to_all(torch.view_as_real(sums).to(local.dtype).flatten(1), group)
 
 
 def message(group: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the shape of the result of `send`.
+    """Returns the shape of the result of `send`: a row for each of the N ranks.
 
     Args:
         group: Name of the process group.
@@ -113,7 +121,7 @@ def message(group: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """
     B, H, M, P, _ = shape
     N = _process_group(group).size()
-    # Every rank sends the sums of its rows, padded so that all ranks have as many.
+    # Every rank has H M / N rows of a state, rounded up, and sends each other rank their sums.
     return N, -(-H * M // N) * B * P * 2
 
 
@@ -129,7 +137,9 @@ def receive(sent: Tensor, shape: tuple[int, ...]) -> Tensor:
         state after this rank's tokens by the outputs of later ranks, zeros on the last rank.
     """
     B, H, M, P, _ = shape
+    # The rows (h, m) of the state in their order, without the ones that filled them up.
     rows = c10d.wait_tensor(sent).view(-1, B, P, 2)[: H * M]
+    # [H M, B, P, 2] -> [B, H, M, P, 2]
     return rows.transpose(0, 1).clone(memory_format=torch.contiguous_format).view(shape)
 
 

@@ -28,7 +28,7 @@ def scan_fft(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes `interdomain_scan`.
+    """Computes `interdomain_scan` by Fourier transforms over time.
 
     Args:
         q: Query features, [B, T, Hq, R].
@@ -38,7 +38,7 @@ def scan_fft(
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the first token, [B, H, M, P, 2] with P = R + D channels, or
             None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
 
     Returns:
         o [B, T, Hq, D] in v's dtype, and the final state in the form of initial_state.
@@ -53,14 +53,14 @@ def linear_fft(
     initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `linear_scan`.
+    """Computes `linear_scan` by Fourier transforms over time.
 
     Args:
         z: Inputs, [B, T, H, P].
         log_decay: theta = log Lambda, as (Re, Im) pairs, [H, M, 2].
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
 
     Returns:
         y [B, T, H, P] in z's dtype, and the final state in the form of initial_state.
@@ -80,13 +80,15 @@ def _by_document(
         log_decay: theta, [H, M, 2].
         table: The readout's table: W [H, 2M, 2M] with q, or w [H, 2M] with z.
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None.
 
     Returns:
         The outputs and the final states of all sequences, as in `scan_fft`.
     """
     if documents is None:
         return _by_head(head, tokens, log_decay, table, initial_state)
+    # One sequence after the other, and in it one document after the other. Their ids never fall, so
+    # equal ids are neighbours.
     sequences = []
     finals = []
     for b, document_of_token in enumerate(documents.cpu()):
@@ -95,6 +97,7 @@ def _by_document(
         final = None
         ids, lengths = document_of_token.unique_consecutive(return_counts=True)
         for document, length in zip(ids.tolist(), lengths.tolist(), strict=True):
+            # Only document 0 goes on from the initial state; the others start from zeros.
             state = None
             if initial_state is not None:
                 state = initial_state[b : b + 1] * (document == 0)
@@ -133,15 +136,18 @@ def _by_head(
     outputs = []
     finals = []
     for h in range(H):
+        # Each of the tokens of this state head: [B, T, H G, width] -> [B, G, width, T].
         rows = [
             x.unflatten(2, (H, -1))[:, :, h].permute(0, 2, 3, 1).to(log_decay.dtype) for x in tokens
         ]
         X0 = None
         if initial_state is not None:
             X0 = torch.view_as_complex(initial_state[:, h].double().contiguous())
+        # The backward computes the states of the head again: they are too large to be saved.
         out, final = checkpoint(head, *rows, log_decay[h], table[h], X0, use_reentrant=False)
-        outputs.append(out.permute(0, 3, 1, 2))  # [B, T, G, d]
+        outputs.append(out.permute(0, 3, 1, 2))  # [B, G, d, T] -> [B, T, G, d]
         finals.append(final)
+    # The heads side by side.
     out = torch.cat(outputs, dim=2).to(tokens[-1].dtype)
     final = torch.stack(finals, dim=1).to(log_decay.dtype)
     return out, final
@@ -150,7 +156,9 @@ def _by_head(
 def _query_head(
     q: Tensor, k: Tensor, v: Tensor, theta: Tensor, mixing: Tensor, X0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes one state head with the query readout.
+    """Computes one state head with the query readout: a = X^k q, b = W a, o = Re(b^T X^v).
+
+    X is the state after each token, with R channels of keys, X^k, and D of values, X^v.
 
     Args:
         q: Query features of the G query heads that share the state, [B, G, R, T].
@@ -165,6 +173,7 @@ def _query_head(
     """
     M = theta.shape[0]
     R, T = k.shape[2:]
+    # Without the axis of heads: [B, R, T] and [B, D, T].
     k = k[:, 0]
     v = v[:, 0]
     X0_keys = None
@@ -177,14 +186,14 @@ def _query_head(
     table = _powers_of_lags(theta, T)
     spectrum = rfft(torch.stack((table[:, :T].real, table[:, :T].imag)), _transform_length(T))
 
-    # a = X^k q as pairs, [B, G, 2, M, T], one query head after the other, and conj(b) = J W a,
-    # where J changes the sign of the imaginary half.
+    # a = X^k q as pairs, [B, G, 2, M, T], one query head after the other; and conj(b) = J W a,
+    # likewise, where J changes the sign of the imaginary half. `row` is one query head.
     X = _states(k, spectrum, table, X0_keys)
     a = torch.stack([(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1)
     weights = torch.cat((mixing[:M], -mixing[M:])).double()
     b = (weights @ a.flatten(2, 3).double()).to(a.dtype).view_as(a)
 
-    # o = Re(b^T X^v), the inner product of the pairs.
+    # o = Re(b^T X^v), the inner product of the pairs of conj(b) and X^v, [B, G, D, T].
     X = _states(v, spectrum, table, X0_values)
     out = torch.stack([(X * row[:, :, :, None]).sum((1, 2)) for row in b.unbind(1)], dim=1)
     return out, _last_state(torch.cat((k, v), dim=1), table, X0)
@@ -192,6 +201,9 @@ def _query_head(
 
 def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
     """Computes the state after every token as pairs (Re, Im), [B, 2, M, d, T].
+
+    It is the causal convolution X_t = sum_tau Lambda^tau z_(t - tau), plus Lambda^(t+1) X0. A
+    convolution is a product of transforms.
 
     Args:
         z: The inputs in d channels, [B, d, T].
@@ -213,7 +225,9 @@ def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Te
 def _linear_head(
     z: Tensor, theta: Tensor, readout: Tensor, X0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes one head with the linear readout.
+    """Computes one head with the linear readout: y_t = Re(w^T X_t).
+
+    Without an initial state this is the convolution of z with the numbers Re(w^T Lambda^tau).
 
     Args:
         z: Inputs, [B, 1, P, T].
@@ -227,10 +241,12 @@ def _linear_head(
     T = z.shape[-1]
     N = _transform_length(T)
     table = _powers_of_lags(theta, T)
-    # w Lambda^tau; the sum over basis functions is the one kernel of all channels.
+    # w Lambda^tau, [M, T + 1]. The real part, summed over basis functions, is the one kernel of all
+    # channels.
     weighted = torch.complex(*readout.double().chunk(2))[:, None] * table
     response = _in_precision_of(rfft(weighted[:, :T].real.sum(0), N), z)
     y = irfft(rfft(z, N) * response)[..., :T]
+    # The initial state: Re(w^T Lambda^(t+1) X0).
     if X0 is not None:
         y = y + (X0.mT @ weighted[:, 1:]).real[:, None].to(y.dtype)
     return y, _last_state(z[:, 0], table, X0)
@@ -266,6 +282,6 @@ def _in_precision_of(x: Tensor, like: Tensor) -> Tensor:
 
 def _transform_length(T: int) -> int:
     """Returns an even length with prime factors 2, 3 and 5, at least 2 T so that nothing wraps."""
-    # For each odd factor, the smallest power of two with odd * power >= T; then the shortest of
-    # them.
+    # It is twice the smallest number odd * 2^n that is at least T. For each odd factor, 2^n is T /
+    # odd (rounded up), rounded up to a power of two: 1 << (x - 1).bit_length() for x.
     return 2 * min(odd << (-(-T // odd) - 1).bit_length() for odd in (1, 3, 5, 9, 15, 25, 27, 45))

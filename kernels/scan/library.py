@@ -38,9 +38,10 @@ log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 def first_derivatives_only(*tensors: Tensor | None) -> None:
-    """Checks that no tensor takes part in forward mode or in torch.func.grad.
+    """Checks that no tensor takes part in forward-mode differentiation or in torch.func.grad.
 
-    An op has a backward only: it would silently drop a tangent, the derivative of forward mode.
+    The ops have a backward only. They would silently drop a tangent, the derivative of a tensor in
+    forward mode.
 
     Args:
         *tensors: The op's inputs; None is left out.
@@ -82,11 +83,11 @@ def no_second_derivative(backward: Any) -> None:
 
 
 def only_values(*tensors: Tensor | None) -> bool:
-    """Returns True if an op and a direct call of its function cannot be told apart.
+    """Returns True if only the values of a result count, so that no op is needed for it.
 
-    That is so if no gradient is recorded, and no tracer, transform or dispatch mode is active. A
-    direct call saves the import of torch.compile's front end, which the first op of a process
-    needs.
+    That is so if no gradient is recorded, and no tracer, transform or dispatch mode is active.
+    Callers then call the op's function directly: the first op of a process would import
+    torch.compile's front end, which takes long.
 
     Args:
         *tensors: The op's inputs.

@@ -56,7 +56,8 @@ def runs_as(backend: str, device: torch.device) -> str | None:
         device: The device of the inputs.
 
     Returns:
-        `triton` or `plain`; None if no op runs it and autograd records it.
+        `triton` (an op of the Triton kernels), `plain` (an op in plain PyTorch), or None for the
+        backends without an op, `fft` and `reference`, which autograd records.
     """
     if backend == "chunkwise" and device.type in KERNEL_DEVICES:
         return "triton"
@@ -64,11 +65,11 @@ def runs_as(backend: str, device: torch.device) -> str | None:
 
 
 def implementation(backend: str, device: torch.device) -> ModuleType:
-    """Returns the module whose functions the ops call.
+    """Returns the module whose functions the ops call: `chunkwise` or `triton_chunkwise`.
 
-    Every output is newly allocated and contiguous. The module in Triton also returns `a`, the
-    result of pass 1, [B, Hq, T, 2M] in the operands' dtype, after the states, and takes it back in
-    the backward.
+    Both have functions of the same names, whose outputs are newly allocated and contiguous. In
+    `triton_chunkwise`, `scan_forward` also returns `a`, the result of pass 1, [B, Hq, T, 2M] in the
+    operands' dtype, after the states, and `scan_backward` takes it back.
 
     Args:
         backend: A resolved backend, which runs as an op (`runs_as`).
@@ -95,10 +96,12 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         The function's results.
     """
     device = args[0].device
-
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
         function = getattr(implementation(backend, device), name)
+
+        # Plain PyTorch takes one head after the other if there are many tokens, B T of them, and no
+        # other ranks.
         plain = runs_as(backend, device) == "plain"
         # An exchange with other ranks is for all heads together: the state before the tokens is
         # then a function, or the backward has an exchange.
@@ -125,8 +128,9 @@ def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
     Returns:
         The results of all heads together.
     """
-    # log_decay is the first table, and says how many heads there are.
+    # log_decay is the first tensor of three axes, [H, M, 2], and says how many heads there are.
     H = next(len(x) for x in args if x is not None and x.ndim == 3)
+    # Split each tensor into those of the heads.
     heads = []
     for x in args:
         if x is None:
@@ -134,7 +138,8 @@ def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
         else:
             heads.append(x.chunk(H, HEAD_AXIS[x.ndim]))
 
-    # Each head's results are copied to their place in those of all heads.
+    # Compute one head after the other. Its results are copied to their place in those of all heads,
+    # which are allocated after the first head, when their shapes are known.
     outputs: list[Tensor | None] = []
     for h, inputs in enumerate(zip(*heads, strict=True)):
         results = function(*inputs, **kw)
@@ -159,13 +164,15 @@ def _empty_for_heads(x: Tensor | None, H: int) -> Tensor | None:
 def send_state(
     parts: list[Tensor], log_decay: Tensor, backend: str, documents: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Starts the exchange of the state that this rank's own tokens leave. Collective.
+    """Computes the state that this rank's own tokens leave, and starts to send it to other ranks.
+
+    It is collective: every rank of the group calls it.
 
     Args:
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         backend: A resolved backend.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
         group: Name of the process group.
 
     Returns:
@@ -186,6 +193,7 @@ def _(parts, log_decay, backend, documents, group):
     """Makes results of `send_state` for tracing: only shapes and dtypes count."""
     B, _, H, _ = parts[0].shape
     M = log_decay.shape[1]
+    # P channels of a state; S segments, of which plain PyTorch has no states.
     P = sum(x.shape[3] for x in parts)
     S = 1
     if runs_as(backend, log_decay.device) == "triton":
@@ -198,7 +206,7 @@ def _(parts, log_decay, backend, documents, group):
 
 
 def _start_state(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
-    """Returns the state before the tokens, or a function that waits for it.
+    """Returns the state before the tokens, or a function that waits for it from another rank.
 
     Args:
         sent: The message of `send_state`, or None.
@@ -219,7 +227,7 @@ def _gradient_exchange(
         group: Name of the process group; "" for none.
         tokens: k or z.
         log_decay: theta, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
         d_final: The gradient of this rank's final state if its caller used that state, else None.
 
     Returns:
@@ -283,7 +291,7 @@ def run_scan(
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
         save: True to return a, the result of pass 1, for the backward.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
         sent: The message of `send_state`, with a group.
@@ -295,7 +303,7 @@ def run_scan(
     """
     B, _, H, R = k.shape
     start = _start_state(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
-    # Only the form in Triton returns a. It is the last result.
+    # Only the form in Triton returns a, as the last result: `pass_1` has one element or none.
     o, final, entered, *pass_1 = _call(
         backend, "scan_forward", q, k, v, log_decay, mixing, start, documents=documents, need_final=need_final,
         **_segment_states(local),
@@ -303,6 +311,7 @@ def run_scan(
     a = None
     if save:
         a = pass_1[0]
+    # Without a group, `entered` is the caller's own tensor, which an op must not return.
     if not group:
         entered = None
     return _empty_for_none(o, final, a, entered)
@@ -363,7 +372,7 @@ def scan_backward(
             this rank's tokens.
         backend: A resolved backend.
         a: The result of pass 1, [B, Hq, T, 2M], if it was saved, else None.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         group: Name of the process group; "" for none.
 
     Returns:
@@ -437,7 +446,7 @@ def run_linear_scan(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
         sent: The message of `send_state`, with a group.
@@ -494,7 +503,7 @@ def linear_scan_backward(
         initial_state: The state before the tokens, or None; with a group, the state that entered
             this rank's tokens.
         backend: A resolved backend.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         group: Name of the process group; "" for none.
 
     Returns:
@@ -582,7 +591,7 @@ def _(z, decay, readout, state):
 
 
 def _register_backward(op: Any, backward: Any, n_tokens: int) -> None:
-    """Registers the backward of an op.
+    """Registers `backward` as the backward of `op`, for the scan and for the linear scan.
 
     Args:
         op: `scan` or `linear_scan`. Its arguments are the token tensors, log_decay, mixing or
@@ -590,16 +599,18 @@ def _register_backward(op: Any, backward: Any, n_tokens: int) -> None:
         backward: The op of its gradients.
         n_tokens: The number of token tensors: 3 for q, k and v, 1 for z.
     """
-    # The inputs that may get a gradient: tokens, two tables and the state.
+    # The inputs that may get a gradient are the first ones: tokens, two tables and the state.
     n_inputs = n_tokens + 3
 
     def setup(ctx, inputs, output):
         """Saves in `ctx` what the backward needs, after a call of the op."""
-        # `save` and a exist for `scan` only: the lists have one element, or none.
+        # Unpack the op's other inputs (the last two are the message and the states of segments) and
+        # its results. `save` and a exist for `scan` only: the lists have one element, or none.
         ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n_inputs:]
         out, final, *a, entered = output
 
-        # Save the tensors, a if it was computed to be saved, and the state before the tokens.
+        # Save the tensors: those of the inputs, but with a group the state that entered this rank
+        # in place of the initial one; and a if it was computed to be saved.
         state = inputs[n_inputs - 1]
         if ctx.group:
             state = entered
@@ -618,7 +629,8 @@ def _register_backward(op: Any, backward: Any, n_tokens: int) -> None:
 
     def gradient(ctx, d_out, d_final, *_):
         """Returns the gradients of the op's arguments, from those of its first two results."""
-        # Tokens, tables and the state; `a` comes after them, if the op has it.
+        # In the order of `save_for_backward`: tokens, tables and the state; then a, if the op has
+        # it.
         documents, *saved = ctx.saved_tensors
         tensors = saved[:n_inputs]
         # d_out is None if only the final state was used. The last token tensor has its dtype.
@@ -627,7 +639,8 @@ def _register_backward(op: Any, backward: Any, n_tokens: int) -> None:
         *grads, d_initial = backward(
             d_out, d_final, *tensors, ctx.backend, *saved[n_inputs:], documents, ctx.group
         )
-        # With a group, the state before the tokens is no input. Backend and flags have no gradient.
+        # With a group, the state before the tokens (tensors[-1]) came from another rank and is no
+        # input. Backend and flags have no gradient.
         if tensors[-1] is None or ctx.group:
             d_initial = None
         flags = (None,) * (len(ctx.needs_input_grad) - n_inputs)

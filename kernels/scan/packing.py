@@ -19,7 +19,7 @@ ALLOWED_NUMBERS = (
 def checked_documents(
     documents: Tensor | None, tokens: Tensor, check_numbers: bool = True
 ) -> Tensor | None:
-    """Checks the ids of tokens' documents.
+    """Checks the ids of the documents that are packed into sequences, and makes them int32.
 
     Args:
         documents: The id of each token's document, [B, T] int32 or int64, or None.
@@ -57,13 +57,15 @@ def _check_numbers(documents: Tensor) -> None:
     Args:
         documents: The number of each token's document, [B, T] int32 or int64.
     """
-    # A 0 before the first id makes a negative first id an id that falls.
+    # The number of the token before each token. A 0 before the first one makes a negative first
+    # number one that falls.
     before = F.pad(documents, (1, 0))[:, :-1]
     wrong = documents < before
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
-    # The host waits for no GPU, and a graph or a subclass such as a fake tensor has no values to
-    # read.
+    # Report the first wrong number with an error. If it cannot be read, assert on the device
+    # instead: the host shall not wait for a GPU, and a graph or a subclass such as a fake tensor
+    # has no values to read.
     right = ~wrong.any()
     if (
         torch.compiler.is_compiling()

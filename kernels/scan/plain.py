@@ -27,18 +27,18 @@ def is_exporting() -> bool:
 
 
 def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Runs a loop over inputs.
+    """Runs a loop that carries a state: for each n, state, output = step(state, inputs at n).
 
     Under torch.export the loop is one operation for any number of inputs. It then has no gradients:
     gradients for a symbolic number of tokens cannot be translated to ONNX.
 
     Args:
-        step: step(state, [x[n] for x in inputs]) -> (next state, o of this step).
+        step: step(state, [x[n] for x in inputs]) -> (the next state, the output of this step).
         state: The first state.
         inputs: Tensors whose first axis is n.
 
     Returns:
-        The last state, and all o, stacked.
+        The last state, and the outputs of all steps, stacked along a new first axis.
     """
     if is_exporting():
         # Imported here, because it takes long.
@@ -47,8 +47,8 @@ def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tenso
         return scan(step, state.detach(), [x.detach() for x in inputs])
     outputs = []
     for inputs_of_step in zip(*inputs, strict=True):
-        state, o = step(state, inputs_of_step)
-        outputs.append(o)
+        state, output = step(state, inputs_of_step)
+        outputs.append(output)
     return state, torch.stack(outputs)
 
 
@@ -57,9 +57,12 @@ def plain_scan(
 ) -> tuple[Tensor, Tensor]:
     """Computes `interdomain_scan` or `linear_scan` by chunks of L tokens.
 
-    A chunk starts with S = Lambda^h X, h = L / 2, where X is the state before it. Its token i reads
-    Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j) over the tokens j up to itself, where z_j
-    is k_j beside v_j. So no power leaves the range of float32.
+    z_j is k_j beside v_j, and X is the state before a chunk. The chunk uses it as S = Lambda^h X
+    with h = L / 2, in the middle of the chunk, so that no power leaves the range of float32. The
+    state of its token i is
+        X_i = Lambda^(i + 1 - h) (S + sum_(j <= i) Lambda^(h - 1 - j) z_j)
+    and its output is Re(b_i^T X^v_i) with b_i = W a_i and a_i = X^k_i q_i; or Re(w^T X_i) in the
+    linear readout.
 
     Args:
         q: Query features, [B, T, H G, R] for G query heads per state head, or None for the linear
@@ -77,7 +80,7 @@ def plain_scan(
     """
     B, T, H, R = k.shape
     M = theta.shape[1]
-    # One token is a chunk of its own.
+    # Cut time into N chunks. One token is a chunk of its own.
     L = 1 if T == 1 else CHUNK
     N = (T + L - 1) // L
     h = L // 2
@@ -97,15 +100,16 @@ def plain_scan(
         # Multiplies pairs in the last axis, [..., 2M], by powers of Lambda, [..., M, 2].
         return multiply(factors, x.unflatten(-1, (M, 2))).flatten(-2)
 
-    # Powers of Lambda: with which a token reads S, is added to S, and is added to the S of the next
-    # chunk. [H, 1, L, M, 2] for reading, else [H, 1, L, 2M].
+    # The power of Lambda with which a token of a chunk reads S (`read`, [H, 1, L, M, 2]), is added
+    # to S (`write`, [H, 1, L, 2M]), and is added to the S of the next chunk (`write_next`).
     read = powers(theta, i + 1 - h)[:, None]
     write, write_next = (powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i))
-    # From X before the zeros to the first S, from S to S over a chunk, and from S to X, [H, 1, M,
-    # 2].
+    # The powers that lead from X before the zeros to the first S (`enter`), from S to the next S
+    # over a chunk (`carry`), and from S back to X (`leave`), [H, 1, M, 2] each.
     enter, carry, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))
 
-    # S before every chunk, in a loop over chunks, and S after the last token.
+    # S before every chunk, and S after the last token, in a loop over chunks: the next S is carry S
+    # + what the tokens of the chunk add.
     z = by_chunk(torch.cat((k, v), dim=-1))
     added = (z.mT @ write_next).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
     if state is None:
@@ -114,17 +118,19 @@ def plain_scan(
     carries = carry.expand(N + extra, *carry.shape)
 
     def next_state(S: Tensor, chunk: list[Tensor]) -> tuple[Tensor, Tensor]:
-        # `chunk` is an element of `carries` and one of `added`. S is copied, because the loop of
-        # torch.export must not return its own input.
+        # `chunk` is an element of `carries` and one of `added`. The output is S before the chunk,
+        # copied because the loop of torch.export must not return its own input.
         return multiply(chunk[0], S) + chunk[1], S.clone()
 
     last, S = in_order(next_state, first_S, [carries, added])
+    # The S after the last token is that before the additional chunk.
     if extra:
         last = S[-1]
     S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
 
-    # conj(b), as pairs: the real part of a product is then the inner product of the pairs. The
-    # table is stacked as (Re | Im), and becomes pairs with negative imaginary parts.
+    # The weights b of the readout, as pairs of conj(b): Re(b x) is then the inner product of the
+    # pairs of conj(b) and of x. The table is stacked as (Re | Im), and becomes pairs with negative
+    # imaginary parts.
     table = torch.stack((table[:, :M], -table[:, M:]), dim=2).flatten(1, 2)
     if q is None:
         # The linear readout has b = w, and reads all channels.
@@ -134,12 +140,15 @@ def plain_scan(
         # a = X^k q, b = W a, and b reads the channels of the values.
         q = by_chunk(q)
         first_channel = R
+        # The tokens of the chunk, and the state before it; without the factor `read`.
         a = (q @ z[..., :R].mT).tril() @ write + q @ S[..., :R, :]
         W = table.unflatten(2, (2, M)).transpose(2, 3).flatten(2)
         b = decayed(a, read) @ W.mT[:, None]
+    # Multiply conj(b) by the conjugate of `read`, the power with which its token reads S.
     b = decayed(b, torch.stack((read[..., 0], -read[..., 1]), dim=-1))
 
-    # The outputs, without the tokens that were added.
+    # The outputs from the tokens of the chunk and from S: [N, B, H, G, L, D] -> [B, T, H G, D]
+    # without the zeros that were added.
     o = (b @ write.mT).tril() @ z[..., first_channel:] + b @ S[..., first_channel:, :].mT
     o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, missing : missing + T]
     return o.to(v.dtype), multiply(leave, last).transpose(2, 3)

@@ -119,7 +119,8 @@ def paper_linear(
     Returns:
         y [B, T, H, P], and the final state in the form of initial_state.
     """
-    # Zero-order hold, and the state with the input gain.
+    # 1. Discretise by zero-order hold. The state x has the input gain in it; callers give and take
+    # X with unit gain: x = beta X.
     Lambda = torch.exp(dt[:, None] * A)
     beta = (Lambda - 1) / A
     B = z.shape[0]
@@ -127,7 +128,8 @@ def paper_linear(
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
 
-    # The recurrence, its projection by C, and the readout by c.
+    # 2. The recurrence x_t = Lambda x_{t-1} + beta z_t^T, its projection by C, and the readout by
+    # c.
     outputs = []
     for t in range(z.shape[1]):
         x = Lambda[:, :, None] * x + beta[:, :, None] * z[:, t, :, None, :]
@@ -150,7 +152,7 @@ def scan_reference(
         mixing: W on stacked (Re | Im), [H, 2M, 2M].
         initial_state: The state before the first token, [B, H, M, P, 2] with P = R + D channels, or
             None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
 
     Returns:
         o [B, T, Hq, D] in v's dtype, and the final state in the form of initial_state.
@@ -161,8 +163,8 @@ def scan_reference(
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # [B, T, H, G, R]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
 
-    # Per token: a = X^k q, b = W a on stacked (Re | Im), and o = Re(b^T X^v). The first R channels
-    # of X are X^k, the others X^v.
+    # Per token: a = X^k q [B, H, G, M], b = W a on stacked (Re | Im), and o = Re(b^T X^v)
+    # [B, H, G, D]. The first R channels of X are X^k, the others X^v.
     outputs = []
     for t, X in enumerate(_states(z, log_decay, initial_state, documents)):
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
@@ -186,7 +188,7 @@ def linear_reference(
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None for one document.
+        documents: The id of each token's document, [B, T], or None for one document.
 
     Returns:
         y [B, T, H, P] in z's dtype, and the final state in the form of initial_state.
@@ -203,13 +205,13 @@ def linear_reference(
 def _states(
     z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yields X_t = Lambda X_(t-1) + z_t^T, each [B, H, M, P] complex.
+    """Yields the state after each token, X_t = Lambda X_(t-1) + z_t^T, [B, H, M, P] complex.
 
     Args:
         z: Inputs, [B, T, H, P], in log_decay's dtype.
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None.
     """
     # Lambda, [H, M, 1], is computed in fp64 and rounded only once, because the loop multiplies this
     # rounding error T times.

@@ -58,6 +58,7 @@ def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
     Returns:
         log_decay, [H, M, 2] as (real < 0, imaginary part in radians), per token.
     """
+    # x is the decay without the bound, [H, M].
     x = dt[:, None] * log_A_real.exp()
     bound = torch.full_like(x, MAX_DECAY_PER_TOKEN)
     # The function is symmetric in x and b. The quotient by the larger of the two is at most 1, so
@@ -69,9 +70,10 @@ def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
 
 
 def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
-    """Computes the zero-order hold beta = (Lambda - 1) / A.
+    """Computes the gain of the inputs by zero-order hold, beta = (Lambda - 1) / A.
 
-    A = theta / dt is the A that log_decay stands for, bound included.
+    Lambda is exp(theta), and A = theta / dt the A that log_decay stands for, bound included. So
+    beta = dt (exp(theta) - 1) / theta.
 
     Args:
         log_decay: theta = log Lambda per token as real pairs, [H, M, 2].
@@ -80,6 +82,7 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
     Returns:
         beta as real pairs, [H, M, 2].
     """
+    # Each variable is [H, M], the real or the imaginary part of theta or of the numerator (num).
     re, im = log_decay.unbind(-1)
     # The numerator Lambda - 1 = exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
     num_re = torch.expm1(re) * torch.cos(im) - 2 * torch.sin(im / 2) ** 2
@@ -119,10 +122,10 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     Raises:
         ValueError: The readout is another one, or C has none of these shapes.
     """
-    # Cb = C diag(gain) as real and imaginary parts, [2, H, M, M].
     if readout not in READOUTS:
         raise ValueError(f"readout is {readout!r}; allowed: {', '.join(READOUTS)}")
     M = gain.shape[1]
+    # Cb = C diag(gain) as real and imaginary parts, [2, H, M, M]: for C = I, diagonal C and full C.
     if C is None:
         cb = torch.diag_embed(gain.movedim(-1, 0))
     elif C.shape == gain.shape:
@@ -135,10 +138,10 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
                 got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)
             )
         )
-    # The diagonal of P.
+    # The diagonal of P, [2M, 1].
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
-    # Autocast would round these products to bf16, and with them every weight of C.
+    # G(Cb^T) P G(Cb). Autocast would round these products to bf16, and with them every weight of C.
     with torch.autocast(gain.device.type, enabled=False):
         return _real_form(cb.mT) @ (projection * _real_form(cb))
 
@@ -160,6 +163,7 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
     Raises:
         ValueError: C has another shape.
     """
+    # C^T c as real pairs, [H, M, 2]: for C = I, diagonal C and full C.
     if C is None:
         projected = torch.stack((c, torch.zeros_like(c)), dim=-1)
     elif C.shape == gain.shape:
@@ -171,6 +175,7 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
         raise ValueError(
             _WRONG_SHAPE_OF_C.format(got=tuple(C.shape), full=full, diagonal=tuple(gain.shape))
         )
+    # Pairs [H, M, 2] -> (Re | Im), [H, 2M].
     return multiply(gain, projected).movedim(-1, 1).flatten(1)
 
 
@@ -187,6 +192,7 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     Returns:
         The powers as real pairs, [H, J, M, 2], in log_decay's dtype.
     """
+    # Lambda^j = exp(re j) (cos(im j) + i sin(im j)), [H, J, M].
     j = exponents.to(dtype=torch.float64, device=log_decay.device)[:, None]
     re, im = log_decay.double().unbind(-1)
     magnitude = torch.exp(re[:, None] * j)

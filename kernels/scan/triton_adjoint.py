@@ -56,7 +56,7 @@ def adjoint_pass(
         p_y: With p_dv, filled with the gradient of the initial state in channels first to first +
             D, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
             before the segments when each starts from zero after it, [B, H, S, M, P, 2].
-        p_n: The document of each token, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -126,6 +126,8 @@ def adjoint_pass(
     if LINEAR:
         b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
         b_p = tl.load(p_d + (i_h * L + o_l)[None, :] * L + o_l[:, None])
+    # From the last chunk to the first. b_z is the costate Z, b_b are the weights b~, b_p their
+    # scores [j, i], b_do and b_dv are do and dv.
     for i in range(0, stop - start):
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
@@ -190,7 +192,7 @@ def adjoint_pass(
 
 @triton.jit
 def split_pairs(b_x, BM: tl.constexpr, N: tl.constexpr):
-    """Splits a tile into real and imaginary parts, [BM / 8, 8, N] each.
+    """Splits a tile of complex numbers into real and imaginary parts, [BM / 8, 8, N] each.
 
     Args:
         b_x: The tile, [2 BM, N]. Its rows alternate in groups of eight: 8 real parts, then the 8
@@ -212,6 +214,7 @@ def scale_pairs(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
         BM: Complex rows of the tile.
         N: Columns of the tile.
     """
+    # Split, multiply as complex numbers, and join in the same order of rows.
     b_u, b_w = split_pairs(b_x, BM, N)
     b_re = tl.reshape(b_re, [BM // 8, 8, 1])
     b_im = tl.reshape(b_im, [BM // 8, 8, 1])
@@ -267,7 +270,7 @@ def decay_pass(
         p_g: Gradients of the states after each segment, likewise.
         p_out: Filled with parts of g as (Re g | Im g), [B Hq S ceil(D / BD), 2M] fp32. `sum_kernel`
             adds them in a fixed order.
-        p_n: The document of each token, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -358,6 +361,8 @@ def decay_pass(
         p_bt = p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :]
     else:
         p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    # From the last chunk to the first. b_z is the costate Z, b_t its derivative Y, b_y is y; b_b
+    # are the weights b~, b_p the scores (i - j) (do_i . v_j).
     for i in range(0, stop - start):
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
@@ -477,7 +482,7 @@ def adjoint_kernel(
         p_dv: Filled as in `adjoint_pass`, or None.
         p_y: Filled as in `adjoint_pass`, or None.
         p_out: Filled as in `decay_pass`, or None if the decay's gradient is not wanted.
-        p_n: The document of each token, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.

@@ -45,7 +45,7 @@ def scan_forward(
         mixing: W, [H, 2M, 2M] fp32.
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or a
             function that waits for it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
         local: The states that the segments leave when each starts from zero, the second result of
             `final_state`, if it was computed before; else None.
@@ -63,19 +63,22 @@ def scan_forward(
         P = R + v.shape[3]
         launches = _launches((q, k, v), log_decay, documents)
 
-        # The states before the segments.
+        # The states before the segments, [B, H, S, M, P, 2]. If the state comes from another rank,
+        # wait for it.
         if callable(initial_state):
             initial_state = initial_state()
         states = launches.states(initial_state, k, v, local=local)
 
-        # Pass 1: a. Keys are the first R channels of a state, values the other ones.
+        # Pass 1: a = X^k q. Keys are the first R of the P channels of a state, values the other
+        # ones: (0, P) and (R, P) below.
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = None
         if need_final:
             final = log_decay.new_empty(B, H, M, P, 2)
         a = launches.contract(q, k, states, (0, P), final)
 
-        # b~ = E (W a) and pass 2, in one kernel if registers allow. Documents need more registers:
+        # b~ = E (W a), with the power E of the decay for a token's place in its chunk, and pass 2:
+        # o = Re(b^T X^v). Both are in one kernel if registers allow. Documents need more registers:
         # in one kernel, 372 bytes would be spilled (Triton 3.7.1).
         if launches.plan.fused and documents is None:
             launches.expand(a, v, states, (R, P), o, final, mixing=mixing)
@@ -103,7 +106,7 @@ def scan_backward(
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
             for zeros. With context parallelism, the state that came from the ranks before.
         a: The result of pass 1 in the forward, [B, Hq, T, 2M], or None to compute it again.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -118,8 +121,9 @@ def scan_backward(
         states = launches.states(initial_state, k, v)
 
         # Pass 1 of (q, k) gives a, and pass 1 of (do, v) gives c. The conjugate of c is stored,
-        # because dW and e = conj(W^T conj(c)) both need conj(c). Then b~ = E b, e~ = E e and dW.
-        # `keys` and `values` are the first channel of each in a state, and the number of channels.
+        # because dW and e = conj(W^T conj(c)) both need conj(c). Then b~ = E b, e~ = E e and dW,
+        # where E is a power of the decay. `b` and `e` hold b~ and e~. `keys` and `values` are the
+        # first channel of each in a state, and the number of channels.
         keys = (0, P)
         values = (R, P)
         if a is None:
@@ -159,7 +163,7 @@ def linear_forward(
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: The state before the tokens, [B, H, M, P, 2], or a function that waits for
             it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
         local: The states that the segments leave when each starts from zero, the second result of
             `final_state`, if it was computed before; else None.
@@ -179,7 +183,7 @@ def linear_forward(
             initial_state = initial_state()
         states = launches.states(initial_state, z, local=local)
 
-        # Pass 2 with the readout's weights.
+        # Pass 2 with the readout's weights, which are in the tables of `launches`.
         y = padded_empty(z)
         final = None
         if need_final:
@@ -204,7 +208,7 @@ def linear_backward(
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
             parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -239,7 +243,7 @@ def final_state(
     Args:
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
 
     Returns:
         The state, [B, H, M, P, 2], and the states that each segment leaves when it starts from
@@ -261,13 +265,13 @@ def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
         parts: k and v, or the inputs z of the linear readout; they may be fake.
         log_decay: theta, [H, M, 2].
     """
-    # The number of tokens, by that of a segment, rounded up.
+    # The tokens of a sequence divided by those of a segment, rounded up.
     plan, chunks = _cut(parts, log_decay)
     return -(-parts[0].shape[1] // (chunks * plan.chunk))
 
 
 def _cut(inputs: tuple[Tensor, ...], log_decay: Tensor) -> tuple[Plan, int]:
-    """Cuts time into segments.
+    """Returns the tile sizes, and how many chunks a segment of time has.
 
     Args:
         inputs: q, k and v, or k and v, or z. The last one has the state heads.
@@ -291,12 +295,12 @@ def _launches(
     inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
     readout: Tensor | None = None,
 ) -> Launches:  # fmt: skip
-    """Returns the passes over these inputs.
+    """Returns the passes over these inputs, with their tables computed.
 
     Args:
         inputs: q, k and v, or k and v, or z.
         log_decay: theta, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         readout: w, [H, 2M], for the linear readout; None for the query readout.
     """
     plan, chunks = _cut(inputs, log_decay)

@@ -38,7 +38,7 @@ class Launches(NamedTuple):
         T: Tokens of a sequence.
         segments: S.
         chunks: Chunks of a segment; the last segment may be shorter.
-        documents: The document of each token, [B, T] int32, dense, or None.
+        documents: The id of each token's document, [B, T] int32, dense, or None.
         t: T_j = Lambda^(r-j) as (Re | Im), [H, L, 2M] in the operands' dtype.
         t_conj: conj(T_j), that is (Re | -Im), likewise.
         t_conj_T: t_conj transposed, [H, 2M, L].
@@ -78,7 +78,7 @@ class Launches(NamedTuple):
             log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
             T: Tokens of a sequence.
             chunks: Chunks of a segment.
-            documents: The document of each token, [B, T], or None.
+            documents: The id of each token's document, [B, T], or None.
             readout: The weights w of the linear readout as (Re w | Im w), [H, 2M]; None for the
                 query readout.
         """
@@ -133,7 +133,8 @@ class Launches(NamedTuple):
         """Returns the constants and launch options of a pass.
 
         Args:
-            tile: (elements of a tile, warps of a program, stages of its loop), from the plan.
+            tile: (elements of a tile, warps of a program, stages of its loop), from the plan. The
+                elements are left out: the callers make block sizes of them.
         """
         _, warps, stages = tile
         sizes = dict(M=self.E.shape[2] // 2, L=self.plan.chunk, PRECISION=self.plan.precision)
@@ -164,9 +165,9 @@ class Launches(NamedTuple):
         M = N // 2
         first, P = channels
 
-        # Tiles: a program has BR channels and BM basis functions of the state. BR is all channels
-        # of a key, but for a sum over time, which has an accumulator of its own and splits the
-        # channels.
+        # Tiles: a program has BR channels and BM basis functions of the state, 2 BM BR real
+        # numbers. BR is all channels of a key, except in a sum over time, which has an accumulator
+        # of its own and splits the channels.
         BR = _tile_width(R)
         elements_per_basis_function = 2 * BR
         if total:
@@ -204,7 +205,8 @@ class Launches(NamedTuple):
         B, Hq, T, N = a.shape
         H = mixing.shape[0]
         M = N // 2
-        # A program computes 2 BM columns of the result, with as many rows of W.
+        # A program computes 2 BM columns of the result (BM complex ones), with as many rows of W.
+        # `programs` of them make all columns.
         BM = min(M, max(8, self.plan.mix[0] // (2 * N)))
         programs = M // BM
         chunks = triton.cdiv(T, self.plan.chunk)
@@ -314,7 +316,8 @@ class Launches(NamedTuple):
             rows = b
             scores = None
 
-        # Programs of pass 3 have BD channels and all M basis functions.
+        # Count the programs of each sequence, state head and segment. Those of pass 3 have BD
+        # channels and all M basis functions.
         BD = _block_size(min(_tile_width(D), 64), self.plan.expand[0] // N)
         programs = triton.cdiv(D, BD)
         # Beside them are those of the gradient of log_decay, for BK channels and BM basis
@@ -367,8 +370,8 @@ class Launches(NamedTuple):
         """
         P = sum(x.shape[3] for x in parts)
         local = self._empty_states(parts[0].shape[0], P)
-        # Pass 2 without an output fills the channels of one input after the other. It needs no
-        # weights and starts every segment from zero.
+        # Pass 2 without an output only computes states, each segment's from zero, and needs no
+        # weights. It fills the channels of one input after the other.
         first = 0
         for x in parts:
             self.expand(b=None, v=x, state=None, channels=(first, P), out=None, final=local)
@@ -436,7 +439,7 @@ class Launches(NamedTuple):
             The state after the last segment, [B, H, M, P, 2]. In reverse, the gradient of the state
             before the first one.
         """
-        # The last segment in the direction of the chain.
+        # The index of the last segment in the direction of the chain.
         last = -1
         if reverse:
             last = 0
@@ -511,7 +514,8 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
     """
     x = parts[0]
     B, H, n_x, N = x.shape
-    # The kernel takes two tensors. With one, it reads no part of the second.
+    # The kernel takes two tensors. If there is one, it is passed twice, and the second time no part
+    # of it is read (n_y = 0).
     y = x
     n_y = 0
     if len(parts) == 2:
@@ -541,12 +545,14 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """Returns x if its rows can be read 16 bytes at a time, else a copy with padded rows.
 
-    A row is the last dimension. The rows of a projection can be read in this way. Rows whose width
-    is no multiple of 16 (values with a column of ones) and views that start between two 16-byte
-    words are copied. Otherwise every element would be one access to memory, with its address in a
-    register (up to 2,488 bytes would be spilled).
+    A row is the last dimension. It can be read in this way if it is dense and starts at a multiple
+    of 16 bytes, such as the rows of a projection. Rows whose width is no multiple of 16 (values
+    with a column of ones) and views that start between two 16-byte words are copied. Otherwise
+    every element would be one access to memory, with its address in a register (up to 2,488 bytes
+    would be spilled).
     """
-    # The stride of a dimension of one does not matter.
+    # All strides but the last one must be multiples of 16. That of a dimension of size one does not
+    # matter.
     strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
         return x
@@ -569,7 +575,7 @@ def padded_empty(x: Tensor) -> Tensor:
 
 
 def _leading_strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
-    """Returns the strides of x without the last one.
+    """Returns the strides of x, which has four dimensions, without the last one, which is 1.
 
     Args:
         x: The tensor, or None if there is none.
@@ -579,8 +585,8 @@ def _leading_strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int,
     if x is None:
         x = like
     assert x is not None
-    # The stride of a dimension of one may be anything: 0 keeps it from asking for another
-    # compilation.
+    # The stride of a dimension of size one has no effect. It is passed as 0, because another value
+    # might let Triton compile the kernel again.
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
 
 

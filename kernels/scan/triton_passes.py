@@ -65,6 +65,7 @@ def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
     Returns:
         The positions of the block's BM real parts, then those of its BM imaginary parts.
     """
+    # The half (0 or 1), the block in it, and the place in the block.
     o_n = tl.arange(0, 2 * BM)
     return (o_n // BM) * M + i_m * BM + o_n % BM
 
@@ -88,18 +89,22 @@ def state_offsets(o_n, o_p, P, M: tl.constexpr):
 
 @triton.jit
 def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
-    """Loads the documents that decide which tokens of a chunk read and reach which states.
+    """Loads the ids of the packed documents that decide which tokens read and reach which states.
+
+    A token reads the state before its chunk if it has the document of the token before the chunk.
+    It reaches the state after the chunk if it has the document of the chunk's last token.
 
     Args:
-        p_n: The document of each token, [B, T] int32.
+        p_n: The id of each token's document, [B, T] int32.
         i_b: The index of the sequence.
         i_c: The index of the chunk.
         T: Tokens of a sequence.
         L: Chunk length.
 
     Returns:
-        The documents of the chunk's tokens [L] (-1 past T), of the token before the chunk (0 before
-        the first token: the document of the initial state), and of the chunk's last token.
+        The ids of the documents of the chunk's tokens [L] (-1 past T), of the token before the
+        chunk (0 before the first token: the document of the initial state), and of the chunk's last
+        token.
     """
     i_t = i_c * L
     o_t = i_t + tl.arange(0, L)
@@ -136,7 +141,8 @@ def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr, CONJ: tl.c
         BM: Complex columns of the tile.
         CONJ: 0 for x y, 1 for conj(x) y, 2 for conj(x y).
     """
-    # b_u are the real parts of x, b_w the imaginary ones.
+    # [N, 2 BM] -> [N, 2, BM] -> the real parts of x, b_u, and the imaginary ones, b_w: [N, BM]
+    # each.
     b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [N, 2, BM]), (0, 2, 1)))
     if CONJ == 1:
         b_y = tl.join(b_u * b_re + b_w * b_im, b_u * b_im - b_w * b_re)
@@ -158,7 +164,8 @@ def scale_rows(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
         BM: Complex rows of the tile.
         N: Columns of the tile.
     """
-    # b_u are the real parts of the tile, b_w the imaginary ones.
+    # [2 BM, N] -> [2, BM, N] -> the real parts of the tile, b_u, and the imaginary ones, b_w: [BM,
+    # N] each.
     b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [2, BM, N]), (1, 2, 0)))
     b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
     return tl.reshape(tl.permute(b_y, (2, 0, 1)), [2 * BM, N])
@@ -192,7 +199,7 @@ def contract_kernel(
         p_a: Filled with a, [B, Hq, T, 2M] (with its conjugate if CONJ). With SUM, [B Hq S ceil(R /
             BR), 2M] fp32, filled with parts of sum_t a_t.
         p_y: Filled with the last state in channels first to first + R, [B, H, M, P, 2], or None.
-        p_n: The document of each token, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -267,6 +274,8 @@ def contract_kernel(
     p_at = p_a + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
+    # In each chunk, b_s is the state S of the keys, b_q and b_k are its tokens, b_p their scores,
+    # and b_a is the result a.
     for i_c in range(start, stop):
         i_t = tl.cast(i_c, tl.int64) * L
         m_t = (i_c * L + o_l < T) | EVEN
@@ -401,6 +410,7 @@ def mix_kernel(
             b_w = tl.load(p_wh + o_n[:, None] * (2 * M) + o_n[None, :])
         o_z = base + o_l[:, None] * (2 * M) + o_r[None, :]
         b_dw = tl.zeros([2 * BM, 2 * M], dtype=tl.float32)
+    # One chunk after the other. b_a is a, b_b is b~, b_c and b_r are columns of conj(c), b_y is e~.
     for i_c in range(i_s * blocks, tl.minimum((i_s + 1) * blocks, tl.cdiv(T, L))):
         i_t = tl.cast(i_c, tl.int64) * (L * 2 * M)
         m_t = ((i_c * L + o_l < T) | EVEN)[:, None]
@@ -462,7 +472,7 @@ def expand_kernel(
         p_y: With p_o, filled with the state after the last token in channels first to first + D,
             [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
             when each starts from zero, [B, H, S, M, P, 2].
-        p_n: The document of each token, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -545,6 +555,8 @@ def expand_kernel(
         b_p = tl.load(p_d + (i_h * L + o_l)[:, None] * L + o_l[None, :])
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
+    # In each chunk, b_s is the conjugate of the state S of the values, b_b are the weights b~, b_p
+    # their scores, b_v the values, and b_o is the output.
     for i_c in range(start, stop):
         i_t = tl.cast(i_c, tl.int64) * L
         m_t = (i_c * L + o_l < T) | EVEN

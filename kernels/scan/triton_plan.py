@@ -71,7 +71,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
         M: Number of basis functions.
         width: The larger of R and D; 0 for the linear readout.
     """
-    # True if the tensor cores take tiles of 64 rows.
+    # `wide` is True if the tensor cores take tiles of 64 rows.
     major = capability(device)[0]
     wide = major in (9, 10)
     if dtype == torch.float32:
@@ -141,7 +141,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """Returns the number of segments to cut time into.
+    """Returns the number of segments to cut time into, so that there is work for the whole GPU.
 
     No segment is shorter than 8 chunks.
 
@@ -162,8 +162,9 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
 def _segments(sequences: int, chunks: int, slots: int) -> int:
     """Returns the smallest number of segments that costs at most 5 % more than the best one.
 
-    The cost is the number of chunks that a slot computes one after the other. Programs run in waves
-    of `slots`, and a last wave that is nearly empty takes as long as a full one.
+    The cost is the number of chunks that one slot of the GPU computes one after the other. There is
+    a program for each segment of each sequence. Programs run in waves of `slots`, and a last wave
+    that is nearly empty takes as long as a full one. More than one segment costs extra sweeps.
 
     Args:
         sequences: Sequences of all heads, B H.
@@ -172,7 +173,8 @@ def _segments(sequences: int, chunks: int, slots: int) -> int:
     """
     costs = {}
     for count in range(1, max(1, chunks // _MIN_CHUNKS_OF_SEGMENT) + 1):
-        # All three quotients are rounded up.
+        # The chunks of a segment, the segments that they make, and the waves of programs. All three
+        # quotients are rounded up.
         length = -(-chunks // count)
         segments = -(-chunks // length)
         waves = -(-sequences * segments // slots)

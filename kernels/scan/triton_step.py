@@ -75,8 +75,9 @@ def contract_step_kernel(
 ):  # fmt: skip
     """Updates the keys' part of the state, reads it by the queries, and multiplies by columns of W.
 
-    X^k = Lambda X^k + k^T and a = X^k q. A program has one block s of the basis functions, and so a
-    part a[s] of a; the sum of its products W[:, s] a[s] over all blocks is b = W a.
+    X^k = Lambda X^k + k^T, then a = X^k q, then a part of b = W a. A program has one block s of the
+    basis functions, and so the part a[s] of a. It computes b_s = W[:, s] a[s]; b is the sum of b_s
+    over all blocks, which `expand_step_kernel` computes.
 
     Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and four of W [BN, BM], or two with
     UPPER.
@@ -159,7 +160,8 @@ def expand_step_kernel(
 ):  # fmt: skip
     """Updates the values' part of the state, and reads it with the weights b.
 
-    X^v = Lambda X^v + v^T, and o = Re(b^T X^v) with b = sum_s b_s.
+    X^v = Lambda X^v + v^T, then o = Re(b^T X^v). `contract_step_kernel` has computed b in parts: b
+    = sum_s b_s.
 
     Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], and two of b [BS, BM].
 
@@ -269,9 +271,9 @@ def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) ->
     Returns:
         y, [B, H, P] in z's dtype.
     """
-    # The weights b are w for all sequences, with one query head per state head and in one part
-    # instead of several: [1, H, 1, 1, 2M], with a stride of 0 over sequences. z has all channels of
-    # the state.
+    # In `expand_step_kernel` the weights b are w, the same for all sequences: [1, H, 1, 1, 2M] with
+    # a stride of 0 over sequences, one query head per state head and one part. z has all channels
+    # of the state.
     b = readout.contiguous()[:, None, None]
     with torch.cuda.device_of(state):
         return _launch_expand(
@@ -317,9 +319,9 @@ def _launch_expand(
 def contract_tiles(R: int, M: int) -> dict[str, int]:
     """Returns the tile sizes and warps of `contract_step_kernel`.
 
-    A program has all R key features of 16 basis functions, or of fewer if MAX_TILE numbers (real
-    and imaginary parts) do not hold them. Of each row of W it reads as many contiguous fp32
-    numbers.
+    A program has all R key features of BM basis functions: 16, or fewer if a tile of MAX_TILE
+    numbers (real and imaginary parts) does not hold them. It reads BM contiguous numbers of each
+    row of each quarter of W.
 
     Args:
         R: Width of the keys.

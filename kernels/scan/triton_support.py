@@ -49,7 +49,8 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
             kernels need.
         dtype: The widest dtype of the operands.
         M: Number of basis functions.
-        width: The larger of R and D; 0 for the linear readout, which takes every width.
+        width: The larger of R (the width of a key) and D (that of a value); 0 for the linear
+            readout, which takes every width.
     """
     problem = missing(device)
     if problem:

@@ -57,7 +57,8 @@ def tables_kernel(
     o_m = tl.arange(0, M)[None, :]
     b_re = tl.load(p_theta + (i_h * M + o_m) * 2).to(tl.float64)
     b_im = tl.load(p_theta + (i_h * M + o_m) * 2 + 1).to(tl.float64)
-    # E_l = Lambda^n with n = l - r; T_l = Lambda^(-n) has the opposite phase.
+    # At position l, E = Lambda^n with n = l - r, and T = Lambda^(-n) has the opposite phase:
+    # |Lambda^n| = exp(Re(theta) n), and the phase is Im(theta) n.
     b_n = (o_l - L // 2).to(tl.float64)
     b_cos = tl.cos(b_im * b_n)
     b_sin = tl.sin(b_im * b_n)
@@ -116,7 +117,9 @@ def tables_kernel(
 
 @triton.jit
 def compose(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
-    """Composes two affine maps: X -> a X + x, and then X -> b X + y.
+    """Composes two affine maps: X -> a X + x, and then X -> b X + y, is X -> b a X + (b x + y).
+
+    A segment of time maps the state before it to the state after it in this way.
 
     Args:
         a_re: Real part of a, the power of Lambda of the earlier segment.
@@ -129,7 +132,7 @@ def compose(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
         y_im: Imaginary part of y.
 
     Returns:
-        b a and b x + y as real and imaginary parts.
+        The real and imaginary parts of b a, and then those of b x + y.
     """
     return (
         b_re * a_re - b_im * a_im,
@@ -165,8 +168,8 @@ def chain_kernel(
         p_powers: Lambda^length and Lambda^last from `tables_kernel`, [2, H, M, 2]. Computed in this
             kernel, every thread would compute them for each of its elements.
         p_out: Filled with X_0 to X_(S-1), [B, H, S, M, P, 2].
-        p_n: The document of each token, [B, T] int32, or None. A state passes through a segment
-            only if the token before it and its last token share a document.
+        p_n: The id of each token's document, [B, T] int32, or None. A state passes through a
+            segment only if the token before it and its last token share a document.
         S: Segments.
         H: State heads.
         P: Channels of a state.
@@ -203,8 +206,11 @@ def chain_kernel(
     p_first = p_out + (i_bh * S + (S - 1 if REVERSE else 0)) * M * P * 2 + 2 * o_e
     tl.store(p_first, b_xr, mask=m_e)
     tl.store(p_first + 1, b_xi, mask=m_e)
-    # Each segment but the last one gives the state of the next. o_s counts in the direction of the
-    # scan, i_s are the segments.
+
+    # BS segments at a time. Each segment but the last one gives the state of the next. o_s counts
+    # in the direction of the scan, i_s are the segments. b_pr and b_pi are the segments' powers of
+    # Lambda, b_ur and b_ui the states that they leave by themselves, and b_xr and b_xi the state
+    # before the block of BS segments.
     for i_0 in range(0, S - 1, BS):
         o_s = i_0 + tl.arange(0, BS)
         i_s = (S - 1 - o_s if REVERSE else o_s).to(tl.int64)
@@ -248,7 +254,7 @@ def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr
     Args:
         b_sum: The sum so far, [BR, BN] fp32.
         p_x: The tensor, [B, H, n, N] fp32: n rows of N columns for each sequence and head.
-        o_n: The columns to add up, [BN].
+        o_n: The columns to add up, [BN]; all of them are below N.
         rows: Rows of one head in all sequences, B n.
         n: Rows of one head and sequence.
         i_h: The index of the head.
@@ -259,6 +265,7 @@ def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr
     Returns:
         The sum, [BR, BN]: row i has added rows i, i + BR, ...
     """
+    # Row r of the head is row r % n of sequence r // n.
     for i_r in range(0, rows, BR):
         o_r = (i_r + tl.arange(0, BR)).to(tl.int64)
         o_x = ((o_r // n * H + i_h) * n + o_r % n) * N

@@ -1,8 +1,8 @@
 """The commands and code of README.md and docs/ run, in a folder as a reader has it after the page of the first run.
 
-- ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and in a tutorial a training
-  run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in
-  bash. Another page's other commands do not run: the files that they name must exist.
+- ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and on the pages TYPED_ALONG a
+  training run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). Other commands of these
+  pages run in bash. Another page's other commands do not run: the files that they name must exist.
 - ```python runs, in one namespace for each page; so do notebooks.
 - A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
 
@@ -34,7 +34,9 @@ from .conftest import WRITTEN, Workspace
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
 README = REPOSITORY / "README.md"
-FIRST_RUN = REPOSITORY / "docs/tutorials/first-run.md"
+FIRST_RUN = REPOSITORY / "docs/start.md"
+# On these pages commands train, and lines of bash run.
+TYPED_ALONG = {REPOSITORY / "docs" / name for name in ("start.md", "data.md", "clusters.md")}
 SLOW = pytest.mark.slow
 
 
@@ -97,7 +99,7 @@ def run_tool(module, argv, workspace, train, stop):
     return module.main(argv)
 
 
-def run(text, workspace, tutorial):
+def run(text, workspace, typed_along):
     """Runs one line of bash."""
     for command in simple_commands(text):
         stop = command[0] == "timeout"  # stands for whatever ends a run
@@ -107,9 +109,9 @@ def run(text, workspace, tutorial):
         if module is not None:
             if "'" not in text and module is not launch:
                 argv = as_a_shell_expands(argv)
-            status = run_tool(module, argv, workspace, tutorial, stop)
+            status = run_tool(module, argv, workspace, typed_along, stop)
             assert status == (launch.CONTINUE if stop else 0), f"exit status {status}"
-        elif tutorial:
+        elif typed_along:
             bash = ["bash", "-euo", "pipefail", "-c", text]
             subprocess.run(bash, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
             return
@@ -133,7 +135,7 @@ def run_bash(block, page, workspace):
             if block.needs:
                 check(fewer(text))
             else:
-                run(fewer(text), workspace, page.parent.name == "tutorials")
+                run(fewer(text), workspace, page in TYPED_ALONG)
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:  # --help, --flags
                 continue

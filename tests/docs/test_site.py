@@ -12,7 +12,7 @@ from .pages import PAGES, blocks, prose
 
 @pytest.mark.slow
 def test_the_site_builds_and_shows_every_formula(tmp_path, monkeypatch):
-    """MathJax sets `$...$` and blocks of the language math, which stand in `arithmatex`."""
+    """Formulas, `$...$` and blocks of the language math, are MathML. No page needs a network."""
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     build = f"{sys.executable} -m mkdocs build --strict --quiet --site-dir {tmp_path}"
     done = subprocess.run(build.split(), cwd=REPOSITORY, capture_output=True, text=True)
@@ -24,4 +24,6 @@ def test_the_site_builds_and_shows_every_formula(tmp_path, monkeypatch):
             languages = [block.language for block in blocks(page)]
             name = page.relative_to(REPOSITORY / "docs").with_suffix("")
             html = (tmp_path / name / "index.html").read_text()
-            assert html.count('class="arithmatex"') == inline + languages.count("math"), page
+            formulas = inline + languages.count("math")
+            assert html.count('class="arithmatex"><math') == formulas, page
+            assert not re.search(r'<(script|link rel="stylesheet")[^>]*"https?:', html), page

@@ -131,7 +131,7 @@ def test_embeddings_that_a_wrapper_puts_before_the_text(there, monkeypatch):
     def prepare_with_prompt(*args, **kwargs):
         inputs = prepare(*args, **kwargs)
         inputs["attention_mask"] = F.pad(inputs["attention_mask"], (3, 0), value=1)
-        if inputs[code_of(there).CACHE].get_seq_length():
+        if inputs[code_of(there).CACHE_NAME].get_seq_length():
             inputs["input_ids"] = inputs["input_ids"][:, -1:]
         else:
             text = torch.cat([virtual, inputs.pop("input_ids")], dim=1)

@@ -1,4 +1,4 @@
-"""TorchTitan 0.3.0's own integration tests with this model in the place of llama: docs/torchtitan.md has their table.
+"""TorchTitan 0.3.0's own integration tests with this model in the place of llama: docs/torchtitan.md has their results.
 
 --module recipes_0_3 --config NAME: a configuration of `torchtitan_recipes.tests.features`, which lies in TorchTitan's wheel.
 """

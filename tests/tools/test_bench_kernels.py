@@ -11,6 +11,8 @@ import torch
 
 from interdomain.model import build_config
 from interdomain.model.flops import forward_flops_per_token
+from interdomain.scan import triton_chunkwise
+from interdomain.scan.triton_plan import make_plan
 from interdomain.tools import bench_kernels, bench_training
 from interdomain.tools._bench import peers, timing
 from interdomain.tools._bench import results as _bench
@@ -40,6 +42,20 @@ def test_bytes_and_flops_by_hand(name, condition, forward_and_backward):
     config = build_config("1.3B", condition)
     forward = forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
     assert flops / 4096 == pytest.approx(forward * forward_and_backward)
+
+
+@pytest.mark.parametrize("name", bench_kernels.VARIANTS)
+def test_a_variant_changes_the_plan_of_an_h100(name, monkeypatch):
+    """The benchmark on a GPU does not stop at a field that the plan does not have."""
+    monkeypatch.setattr(triton_chunkwise, "make_plan", make_plan)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", h100)
+    bench_kernels.change_plan(bench_kernels.VARIANTS[name])
+    arguments = (torch.device("cuda"), torch.bfloat16, 64, 64)
+    assert triton_chunkwise.make_plan(*arguments) != make_plan(*arguments)
+
+
+def h100(device):
+    return (9, 0)
 
 
 def test_roofline(monkeypatch):

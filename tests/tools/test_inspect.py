@@ -78,7 +78,7 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
 @torch.no_grad()
 @pytest.mark.parametrize("readout", ["complex", "real", "hermitian"])
 def test_pairing(readout):
-    """w(s, r) of docs/pairing.md, with phi_n = C beta Lambda^n."""
+    """w(s, r) of docs/paper.md, with phi_n = C beta Lambda^n."""
     layer = read(lively(small_config("interdomain", readout=readout)), [0])[0]
     exponents, _ = layer.mixer.ssm_tensors([layer.mixer])[0]
     log_decay = torch.view_as_complex(exponents.contiguous())

@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
         flops: bf16 FLOP per second, without sparsity.
         goal: The goal for the scan: its forward and backward time at TARGET_SHAPE over that of the
             fastest attention. An H100 needs 0.30 of FlashAttention-3's time to move the bytes
-            (docs/tuning.md), so its goal is higher.
+            (docs/measurements.md), so its goal is higher.
     """
 
     bandwidth: float

@@ -1,6 +1,6 @@
 """Fetches the corpora of the paper's study of length, for `evaluate --perplexity paper`.
 
-docs/length.md describes the study. The paper does not say which documents it read. Here each corpus
+docs/evaluation.md describes the study. The paper does not say which documents it read. Here each corpus
 is the first `CORPUS_BYTES` of a data set of the Hugging Face hub at a fixed revision, each text
 once.
 """

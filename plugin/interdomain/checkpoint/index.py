@@ -258,8 +258,11 @@ def find_damage(
         names: The tensors and objects to look at, by name; None for all.
 
     Returns:
-        A sentence about the first piece whose bytes do not match their checksum or are no zip
-        archive; None if there is none.
+        A sentence about the first piece whose bytes do not match their checksum, are no zip
+        archive, or are compressed, which torch.save never does; None if there is none.
+
+    Raises:
+        FileNotFoundError: A file with a piece is missing.
     """
     # The pieces that this rank reads. They are sorted by file, so that neighbours share one.
     fqns = list(index.entries)

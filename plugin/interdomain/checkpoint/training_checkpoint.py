@@ -56,11 +56,16 @@ class TrainingCheckpoint:
 def open_checkpoint(source: Path) -> tuple[TrainingCheckpoint, Tokenizer]:
     """Opens a checkpoint, or a run's newest complete one, and its tokenizer.
 
+    Only interdomain.json and the tokenizer are read here. If `source` is a checkpoint, a folder
+    step-N, nobody has looked at its index and tensors: `read` and `check_bytes` say if they are
+    missing or damaged.
+
     Args:
         source: The folder of a checkpoint, of checkpoints, or of a run.
 
     Raises:
-        FileNotFoundError, ValueError: There is no complete checkpoint, or it is damaged.
+        FileNotFoundError, ValueError: There is no such folder, no complete checkpoint in a folder
+            of several, or interdomain.json or the tokenizer is missing or damaged.
     """
     # The tokenizer is beside interdomain.json: in the checkpoint, or in the folder of a run of
     # TorchTitan's own trainer.

@@ -47,8 +47,9 @@ class InterdomainConfig(PretrainedConfig):
             of `MixerConfig`, and dual_input, readout and so on are its settings. With `mixer =
             "hybrid"`, the list `layer_settings` holds the mixer's settings of each layer instead,
             `mixer` and num_key_value_heads among them; a list that is shorter than the layers is
-            repeated. initializer_range is the standard deviation of linear layers in a new model;
-            hidden_size, num_hidden_layers, num_attention_heads and so on are as in Llama.
+            repeated. initializer_range is the standard deviation of embeddings and linear layers in
+            a new model; that of the output projections wo and w2 is divided by sqrt(2
+            num_hidden_layers). hidden_size, num_attention_heads and so on are as in Llama.
 
     Raises:
         ValueError: A choice is unknown, sizes do not fit, or the mixer does not have a setting.
@@ -67,23 +68,30 @@ class InterdomainConfig(PretrainedConfig):
         layer_types: list | None = None,
         **settings: Any,
     ) -> None:
-        # Every setting is an attribute, under transformers' names. DEFAULTS has those that have a
-        # default. `weights`, `facts` and `layer_types` of a config.json are dropped: they are facts
-        # about the files beside it, or follow from the mixers.
+        """Sets every setting as an attribute, under its name in config.json.
+
+        The class has the arguments. `weights` (checksums of the weight files), `facts` (about the
+        run that made them) and `layer_types` are arguments only to take them out of `settings`: a
+        config.json has them, and they are not used.
+        """
+        # The settings of the model and of its mixers.
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
+        # max: without heads, `to_model_config` reports an error; here it would be a division by 0.
         self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+
+        # The settings that are left are transformers' own. transformers 4 would tie embeddings by
+        # default, and transformers 5 may have no attributes for these ids.
         super().__init__(**{"tie_word_embeddings": False, **settings})
-        # These attributes are always there: transformers 5 has no defaults for them.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
 
-        # What follows from the settings, once they are checked.
-        model = self.checked()
+        # Check the settings, and set what follows from them.
+        model = self.to_model_config()
         self.intermediate_size = intermediate_size or model.ffn_hidden
         # transformers' names of layers: with a state of fixed size, with the keys and values of all
-        # tokens, or with those of the last ones.
+        # tokens (no window), or with those of the last ones.
         self.layer_types = []
         for layer in model.layers:
             if layer.mixer.kind != "softmax":
@@ -93,22 +101,23 @@ class InterdomainConfig(PretrainedConfig):
             else:
                 self.layer_types.append("sliding_attention")
 
-    def checked(self) -> ModelConfig:
+    def to_model_config(self) -> ModelConfig:
         """Checks the configuration, and returns it as the package's `ModelConfig`.
 
-        It turns tie_word_embeddings off, with a warning. A model calls this again when it is made,
-        because `from_pretrained` sets options after __init__.
+        __init__ calls this, and a model again when it is made, because `from_pretrained` sets
+        options after __init__. It turns tie_word_embeddings off, with a warning.
 
         Raises:
             ValueError: A choice is unknown, sizes do not fit, or a setting is not one of the
                 model's mixer (`mixer` and `layer_settings`).
             TypeError: A setting has a value of another type.
         """
-        # transformers 4 would make the embedding and the head one matrix.
+        # With this setting, transformers 4 would make the embedding and the head one matrix.
         if self.tie_word_embeddings:
             logging.get_logger(__name__).warning(
                 "tie_word_embeddings is off: the head has a matrix of its own."
             )
             self.tie_word_embeddings = False
-        # The attributes have the names of config.json. `ModelConfig` checks their values.
+        # The attributes have the names of config.json, which this function reads. `ModelConfig`
+        # checks the values.
         return from_transformers(vars(self))

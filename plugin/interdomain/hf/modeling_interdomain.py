@@ -42,7 +42,9 @@ CACHE_NAME = (
 )
 # By this table Trainer's label smoothing knows that labels are shifted.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"
-INITIAL_STD = 0.02  # standard deviation of linear layers from `initial_value`
+# The value of initializer_range that `initial_value` draws linear layers and embeddings for: it is
+# their standard deviation, and sqrt(2 n_layers) times that of the output projections wo and w2.
+INITIAL_STD = 0.02
 
 
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
@@ -55,8 +57,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
     """
 
     def __init__(self, config: ModelConfig, hidden: int, layer_idx: int) -> None:
-        # `config` describes a model all of whose layers are like this one; `hidden` is the width of
-        # the feed-forward layer; the cache knows the layer's state by `layer_idx`.
+        # The class has the arguments.
         super().__init__()
         self.layer_idx = layer_idx
         self.attention = mixer_class(config.mixer)(config)
@@ -67,24 +68,25 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, rope: Any, rows: Rows, past_key_values: InterdomainCache | None = None
     ) -> Tensor:
-        """Maps hidden states [B, T, dim] to [B, T, dim], and advances a cache.
+        """Computes x = hidden + mixer(norm(hidden)), then x + feed_forward(norm(x)).
 
         Args:
-            hidden: The hidden states.
+            hidden: Hidden states, [B, T, dim]; the result has their shape.
             rope: The cosines and sines of the tokens in the order of `rows`; None if no layer
                 rotates.
             rows: The padding of the batch: how the tokens of each row are ordered for the mixer and
                 back (`order`, `inverse`), what it must mask (`packing`), and which keys and values
                 the cache keeps (`kept_slots`).
-            past_key_values: The cache, which has the state of every layer. None: each row begins
-                without a state, and none is kept.
+            past_key_values: The cache, which has the state of every layer and is advanced. None:
+                each row begins without a state, and none is kept.
         """
-        # A recurrence reads each row's tokens first and its padding last.
         x = self.attention_norm(hidden)
+        # A recurrence reads each row's tokens first and its padding last. Softmax has no `order`.
         if rows.order is not None:
             x = take(x, rows.order)
 
-        # A cache has the layer's state, and the tables of the SSM parameters from the first pass.
+        # The mixer reads its state and the tables of its SSM parameters. With a cache both come
+        # from it, and the state that the mixer has advanced goes back.
         if past_key_values is None:
             ssm_tensors = ssm_tensors_of(self.attention, x)
             y = self.attention(x, rope, ssm_tensors, None, rows.packing)
@@ -92,6 +94,8 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
             state, ssm_tensors = past_key_values.state_of(self.layer_idx, self.attention, x)
             y = self.attention(x, rope, ssm_tensors, state, rows.packing)
             past_key_values.keep_state(self.layer_idx, state, rows.kept_slots)
+
+        # Back to the order of the batch, then the residual sum and the feed-forward layer.
         if rows.inverse is not None:
             y = take(y, rows.inverse)
         hidden = hidden + y
@@ -125,10 +129,11 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         for name, module in modules.items():
             vars(module)["path"] = name.removeprefix("model.")
         super().post_init()
-        # A mixer's module `ssm` has the parameters of its recurrence, and `feature_map` the random
-        # frequencies of the features. They are named after transformers' own post_init: there
-        # transformers 4 refuses modules without parameters, and feature_map has only buffers. It
-        # also refuses modules that a model lacks.
+        # Two modules of a mixer stay float32: `ssm`, the parameters of its recurrence, and
+        # `feature_map`, the random frequencies of the features. The attribute names them only now,
+        # because transformers 4 would refuse feature_map, which has buffers only, in its own
+        # post_init. It also refuses modules that a model lacks, so only those that are there are
+        # named.
         last_names = {name.rpartition(".")[2] for name in modules}
         self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & last_names
 
@@ -138,12 +143,12 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """Returns the modules of SSM parameters, which must not be rounded to fewer than 32 bits.
+        """Returns the modules whose tensors must not be rounded to fewer than 32 bits.
 
-        With FSDP2, call `fully_shard` on them first, before the layers, and without a
-        `param_dtype`.
+        They hold the SSM parameters. With FSDP2, call `fully_shard` on them first, before the
+        layers, and without a `param_dtype`.
         """
-        # The function of this name finds them in any model of the package.
+        # This calls the package's function of the same name, which takes any model.
         return float32_modules(self)
 
     @torch.no_grad()
@@ -156,22 +161,25 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             module: A module of the model. Only tensors of its own are drawn, not those of its
                 children.
         """
-        # The module's name in the package's model, which post_init has set. A module that was added
-        # later has none.
+        # The values follow from the tensor's name in the package's model, from the configuration in
+        # the package's form, and from a seed. First the module's part of the name, which post_init
+        # has set. A module that was added later has none.
         path = getattr(module, "path", "")
         is_matrix = isinstance(module, nn.Linear | nn.Embedding)
         if is_matrix and not path.startswith("layers."):
             # Embeddings and heads start alike, also those that are added later.
             path = "output"
-        # The values are a function of name and seed, and the seed follows PyTorch's random state.
+        package_config = self.config.to_model_config()
+        # The seed follows PyTorch's random state.
         seed = int(torch.randint(2**62, (), device="cpu"))
+
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
         for name, tensor in tensors:
             # transformers marks the tensors that it has loaded.
             if getattr(tensor, "_is_hf_initialized", False):
                 continue
-            value = initial_value(f"{path}.{name}", tensor.shape, self.config.checked(), seed)
-            # `initial_value` draws matrices with the standard deviation INITIAL_STD.
+            value = initial_value(f"{path}.{name}", tensor.shape, package_config, seed)
+            # `initial_value` draws matrices as for initializer_range = INITIAL_STD.
             if is_matrix:
                 value = value * (self.config.initializer_range / INITIAL_STD)
             tensor.copy_(value)
@@ -190,16 +198,20 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
-        # Each entry of `package_config.layers` is itself a ModelConfig, of a model whose layers are
-        # all like this one. `windows` has None for a recurrence, 0 for softmax without a window.
-        self.package_config = config.checked()
+        # The configuration in the package's form, a ModelConfig. Each entry of its `layers` is
+        # again a ModelConfig, of a model whose layers are all like this one.
+        self.package_config = config.to_model_config()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
+        # The window of each softmax layer, 0 if it has none, and None for a recurrence.
         self.windows: list[int | None] = []
-        for layer_idx, layer in enumerate(self.package_config.layers):
-            self.layers.append(InterdomainDecoderLayer(layer, config.intermediate_size, layer_idx))
-            is_softmax = layer.mixer.kind == "softmax"
-            self.windows.append((layer.mixer.window or 0) if is_softmax else None)
+        for layer_idx, layer_config in enumerate(self.package_config.layers):
+            layer = InterdomainDecoderLayer(layer_config, config.intermediate_size, layer_idx)
+            self.layers.append(layer)
+            window = None
+            if layer_config.mixer.kind == "softmax":
+                window = layer_config.mixer.window or 0
+            self.windows.append(window)
         self.has_rope = any(layer.mixer.rope for layer in self.package_config.layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -234,7 +246,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 value in evaluation. In training, None means that value if a cache is given, else
                 False.
             output_hidden_states: Returns the inputs of all layers and the output of the last norm
-                as well.
+                as well. None for the configuration's value.
             output_attentions: True is an error: there are no attention matrices.
             cache: Another name of past_key_values.
             kwargs: Ignored, apart from arguments for packed sequences, which are refused.
@@ -244,9 +256,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
             the hidden states of all layers if output_hidden_states is.
 
         Raises:
-            ValueError: For other position_ids, packed sequences, a mask of another shape, another
-                model's cache, attention matrices, and under gradient checkpointing a cache that has
-                read something.
+            ValueError: For both or neither of input_ids and inputs_embeds, other position_ids,
+                packed sequences, attention matrices, a mask of another shape or with other padding
+                than the cache has read, another model's cache or one of another number of rows, and
+                under gradient checkpointing a cache that has read something.
             NotImplementedError: Under torch.jit.trace.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -263,13 +276,15 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 "torch.jit.trace would make constants of length and mask: use torch.export."
             )
 
-        # Choose the cache.
+        # Choose the cache. It has two names, because transformers 5.24 has renamed it.
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and (cache is not None or not self.training)
         if getattr(self, "_is_replica", False):
             use_cache = False  # nn.DataParallel cannot join the caches of its replicas
         if self.gradient_checkpointing and self.training:
+            # The layers' passes are computed again in the backward pass, so they must not advance a
+            # cache. An empty one is left out.
             if getattr(cache, "length", 0):
                 raise ValueError(
                     "past_key_values: gradient checkpointing reads its tokens again; leave one of the two out."
@@ -283,25 +298,33 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if use_cache and cache is None:
             cache = InterdomainCache()
 
-        # Embed the tokens, and pass them through the layers.
+        # Embed the tokens, and prepare what layers need to know of the batch: RoPE's tables and the
+        # padding (`Rows`), by a layer's window; None for a recurrence. `position` is the number of
+        # tokens of each row after this pass.
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        # `prepared` has RoPE's tables and the rows of the batch, by a layer's window (None for a
-        # recurrence). `position` is the number of tokens of each row after this pass.
         prepared, position = self._prepare(hidden, attention_mask, position_ids, cache)
+
+        # Pass them through the layers, which advance their states in the cache. `windows` is longer
+        # than `layers` if a user has removed the last layers.
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        recorded = ()
+        hidden_states = ()
         for window, layer in zip(self.windows, self.layers, strict=False):
-            recorded += (hidden,)
-            hidden = layer(hidden, *prepared[window], past_key_values=cache)
+            # Only if they are returned: otherwise their memory is free after the layer.
+            if output_hidden_states:
+                hidden_states += (hidden,)
+            rope, rows = prepared[window]
+            hidden = layer(hidden, rope, rows, past_key_values=cache)
         hidden = self.norm(hidden)
+
+        # The cache has now read these tokens, too.
         if cache is not None:
             cache.position = position
             cache.length = cache.length + hidden.shape[1]
         return BaseModelOutputWithPast(
             hidden,  # pyright: ignore[reportArgumentType]
             cache if use_cache else None,
-            (*recorded, hidden) if output_hidden_states else None,
+            (*hidden_states, hidden) if output_hidden_states else None,
         )
 
     def _prepare(
@@ -313,7 +336,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
     ) -> tuple[dict[int | None, tuple[Any, Rows]], Tensor]:
         """Prepares what the layers need to know of a batch, once for all layers of the same window.
 
-        It also adds to the cache the mask of this pass, and for softmax with a window the slots.
+        It also notes in the cache the mask of a pass with padding, and for softmax layers, with or
+        without a window, which token is in each slot.
 
         Args:
             embeds: The embeddings [B, T, dim] of the tokens.
@@ -322,9 +346,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
             cache: The cache that the pass advances, or None.
 
         Returns:
-            RoPE's cosines and sines and the `Rows` (where padding stands and how layers move it),
-            by the layers' window (`windows`: None for recurrences, 0 for softmax without one); and
-            the tokens of each row after this pass, [B].
+            prepared: (rope, rows) by the layers' window, which is None for recurrences and 0 for
+                softmax without one. `rope` has RoPE's cosines and sines, or is None; `rows` is the
+                `Rows`: where padding stands and how layers move it.
+            position: The number of tokens of each row after this pass, [B].
 
         Raises:
             ValueError: The cache holds another number of rows, or mask or positions do not fit.
@@ -333,7 +358,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         device = embeds.device
         before = 0 if cache is None else cache.length
 
-        # The number of tokens that each row has read.
+        # The number of tokens that each row has read so far, without padding.
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
             if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
@@ -342,7 +367,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 )
             start = cache.position.to(device)
 
-        # The mask of the new tokens; None without padding.
+        # The mask of the new tokens, [B, T]; None without padding.
         mask = None
         if attention_mask is not None:
             mask = self._mask_of_new_tokens(attention_mask, B, T, cache).to(device)
@@ -357,23 +382,25 @@ class InterdomainModel(InterdomainPreTrainedModel):
             elif cache is not None and not is_exporting():
                 cache.masks.append((before, mask))
 
-        # The number of each token in its row, without padding: `counted` in the order that is
-        # given, where padding may stand between the tokens; `ordered` in that of recurrent layers,
-        # which move padding behind the tokens (`Rows.padded`).
-        ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
-        counted = start[:, None] + ones.long().cumsum(1) - 1
+        # The number of each token in its row, without padding, [B, T]. `counted` is for the order
+        # of the batch, in which padding may stand between the tokens. `ordered` is for that of
+        # recurrent layers, which move padding behind the tokens (`Rows.padded`).
+        is_token = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
+        counted = start[:, None] + is_token.long().cumsum(1) - 1
         if position_ids is not None and not is_exporting():
             # A compiled graph breaks here, because values decide.
-            check_position_ids(position_ids, ones, start, before)
+            check_position_ids(position_ids, is_token, start, before)
         # Padding before the first token would have -1.
         counted = counted.clamp_min(0)
         ordered = start[:, None] + torch.arange(T, device=device)
 
-        # Layers of the same window share their tables and rows. `dict.fromkeys` takes each once.
+        # Layers of the same window share their tables and rows. `dict.fromkeys` takes each window
+        # once.
         prepared = {}
         for window in dict.fromkeys(self.windows):
             positions = counted
             rows = Rows()
+            # Softmax masks padding; a recurrence moves it to the end.
             if window is not None:
                 rows = Rows.attended(window, counted, mask, cache, embeds.dtype)
             elif mask is not None:
@@ -381,12 +408,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 rows = Rows.padded(mask)
             rope = rope_of(self.package_config, positions, embeds.dtype) if self.has_rope else None
             prepared[window] = rope, rows
-        return prepared, start + ones.sum(1)
+        return prepared, start + is_token.sum(1)
 
     def _mask_of_new_tokens(
         self, attention_mask: Tensor, B: int, T: int, cache: InterdomainCache | None
     ) -> Tensor:
-        """Returns the mask [B, T] of the new tokens, False for padding.
+        """Checks the user's mask, and returns that of the new tokens, [B, T], False for padding.
 
         Args:
             attention_mask: The mask that the user gave, 0 for padding: of the new tokens, [B, T],
@@ -400,14 +427,17 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 torch.compile the cache's padding is not compared. Under torch.export neither is
                 compared, only that the mask has two dimensions.
         """
-        # An exported graph does not know how many tokens its cache has read.
+        # The shape. An exported graph does not know how many tokens its cache has read.
         before = 0 if cache is None else cache.length
         fits = is_exporting() or attention_mask.shape in ((B, T), (B, before + T))
         if attention_mask.ndim != 2 or not fits:
             raise ValueError(
                 f"attention_mask is {list(attention_mask.shape)}; expected {[B, T]} or {[B, before + T]}."
             )
-        # A graph that is traced cannot depend on the mask's values.
+
+        # The columns of the cache's tokens, if the mask has them: the state has read these tokens,
+        # and it would be wrong if the mask now calls one of them padding, or the other way round. A
+        # graph that is traced cannot depend on the mask's values.
         has_earlier_tokens = attention_mask.shape[1] > T and not torch.compiler.is_compiling()
         if has_earlier_tokens and cache is not None and not cache.has_read(attention_mask):
             raise ValueError(
@@ -418,7 +448,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
 
 def check_position_ids(position_ids: Tensor, mask: Tensor, start: Tensor, before: int) -> None:
-    """Checks that positions count the tokens of each row, or its tokens and padding.
+    """Checks that position_ids count the tokens of each row, with or without its padding.
 
     Args:
         position_ids: The positions that the user gave, [T], [1, T] or [B, T].
@@ -431,12 +461,13 @@ def check_position_ids(position_ids: Tensor, mask: Tensor, start: Tensor, before
     """
     B, T = mask.shape
     ids = position_ids.to(mask.device)
-    # Two ways to count are allowed: `counted` leaves padding out, and `places` counts it. With the
-    # first, positions of padding may be anything.
-    counted = start[:, None] + mask.long().cumsum(1) - 1
-    places = torch.arange(T, device=mask.device) + before
     fits = ids.shape in ((T,), (1, T), (B, T))
-    if not fits or ((ids != counted)[mask].any() and (ids != places).any()):
+    # Two ways to count are allowed. Without padding, [B, T]; positions of padding may then be
+    # anything, so only those of tokens are compared (`[mask]`).
+    without_padding = start[:, None] + mask.long().cumsum(1) - 1
+    # With padding, [T].
+    with_padding = torch.arange(T, device=mask.device) + before
+    if not fits or ((ids != without_padding)[mask].any() and (ids != with_padding).any()):
         raise ValueError(
             f"position_ids, {list(position_ids.shape)}, must count the {T} tokens of each row: leave them out "
             f"({NO_PACKED_SEQUENCES})."
@@ -463,8 +494,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     ) -> nn.Module:
         """Resizes the embedding and the head, as transformers does.
 
-        Their number of rows may be rounded up. `generate` never chooses rows that are no tokens:
-        generation_config.suppress_tokens has their ids.
+        With pad_to_multiple_of they get more rows than there are tokens. `generate` must not choose
+        the rows that are no tokens, so their ids go into generation_config.suppress_tokens.
 
         Args:
             new_num_tokens: The number of tokens of the new vocabulary; None for no change.
@@ -472,9 +503,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         if new_num_tokens is not None and self.generation_config is not None:
-            # Rows from new_num_tokens on are no tokens. transformers has updated config.vocab_size.
-            padding = [*range(new_num_tokens, self.config.vocab_size)]
-            self.generation_config.suppress_tokens = padding or None
+            # transformers has set config.vocab_size to the number of rows.
+            rows_without_token = [*range(new_num_tokens, self.config.vocab_size)]
+            self.generation_config.suppress_tokens = rows_without_token or None
         return embeddings
 
     @can_return_tuple
@@ -523,10 +554,13 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         kept = logits_to_keep
         if isinstance(logits_to_keep, int):
             kept = slice(-logits_to_keep, None)  # all of them for 0
+            # The last token of each row may have padding behind it. Take its hidden state:
+            # [B, T, dim] -> [B, 1, dim].
             if logits_to_keep == 1 and attention_mask is not None:
-                order, _, lengths = token_order(attention_mask[:, -T:].to(hidden.device).bool())
-                # The place of each row's last token in this order, in which tokens come first. A
-                # row without tokens has -1, and takes the last place.
+                mask = attention_mask[:, -T:].to(hidden.device).bool()
+                # In this order tokens come first, so that the last one is at its row's length - 1.
+                # A row without tokens has -1 there, and takes the last position.
+                order, _, lengths = token_order(mask)
                 last = (lengths[:, None] - 1) % T
                 hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
@@ -534,15 +568,16 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if attention_mask is not None:
-                # Predict no padding, and nothing after padding: -100 is transformers' label for
-                # that.
+                # Predict no padding, and nothing after padding: only tokens that follow a token.
+                # -100 is transformers' label for no prediction.
                 mask = attention_mask[:, -T:].to(labels.device).bool()
-                predicted = mask & F.pad(mask, (1, 0))[:, :-1]
-                kept_labels = labels.masked_fill(~predicted, -100)
+                follows_token = F.pad(mask, (1, 0))[:, :-1]
+                kept_labels = labels.masked_fill(~(mask & follows_token), -100)
                 items = kwargs.get("num_items_in_batch")
                 if items is not None:
                     # Trainer divides the loss by this number, which it counts without the mask.
-                    # Reduce it to the share of labels that are left.
+                    # Reduce it to the share of labels that are left. A row's first label is never
+                    # predicted.
                     given = (labels[:, 1:] != -100).sum()
                     left = (kept_labels[:, 1:] != -100).sum()
                     kwargs["num_items_in_batch"] = items * left / given.clamp_min(1)
@@ -555,7 +590,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns the arguments of the next pass of `generate`, as transformers makes them.
+        """Returns the arguments of the next pass of `generate`, which calls this before each pass.
+
+        transformers makes them; this method checks for new tokens, and leaves position_ids out.
 
         Args:
             input_ids: All tokens so far, [B, tokens].
@@ -566,8 +603,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: The cache has read all tokens, and no token is new.
         """
-        # The number of new tokens, or None if transformers does not say. transformers 4 gives their
-        # positions instead.
+        # The number of tokens that the cache has not read, or None if transformers does not say.
+        # transformers 4 gives their positions instead.
         new = kwargs.get("next_sequence_length")
         if new is None and "cache_position" in kwargs:
             new = len(kwargs["cache_position"])
@@ -597,16 +634,17 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        """Prepares the cache before the first pass of `generate`, by which transformers calls this.
+        """Prepares the cache. transformers' `generate` calls this before its first pass.
 
-        If the user gives a cache whose tokens have other padding than the mask, the cache is
-        emptied in place, with a warning, and `generate` reads the whole text.
+        Without a cache of the user, this makes a new one. If the user's cache has read its tokens
+        with other padding than the mask has, it is emptied in place, with a warning, and `generate`
+        reads the whole text.
 
         Args:
             generation_config: transformers' GenerationConfig.
-            model_kwargs: The arguments of the model's passes. They have the user's cache, if there
-                is one; else a new one is put among them. Its name is CACHE_NAME: past_key_values,
-                or cache since transformers 5.24.
+            model_kwargs: The arguments of the model's passes, with the user's cache if there is
+                one; the new cache is put among them. Its name is CACHE_NAME: past_key_values, or
+                cache since transformers 5.24.
             args: transformers' other arguments.
 
         Raises:
@@ -617,9 +655,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation is {kind!r}, and this model has its own: leave it out."
             )
-        # The cache may have read as text what is padding in the mask, such as the padding behind
-        # the answer of a row that ended early. No token can be taken back. `generate` gives the
-        # model what comes after the cache's tokens, so an empty cache reads the whole text again.
+
+        # Empty the user's cache if it has read as text what is padding in the mask, such as the
+        # padding behind the answer of a row that ended early. No token can be taken back.
+        # `generate` gives the model what comes after the cache's tokens, so that an empty cache
+        # reads the whole text again.
         cache = model_kwargs.get(CACHE_NAME)
         mask = model_kwargs.get("attention_mask")
         if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
@@ -627,10 +667,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 "attention_mask and past_key_values disagree: the whole text is read again."
             )
             cache.reset()
+
+        # transformers makes no cache for this model (`_supports_default_dynamic_cache`); it checks
+        # the arguments.
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
-        # transformers makes no cache for this model (`_supports_default_dynamic_cache`).
         if generation_config.use_cache and model_kwargs.get(CACHE_NAME) is None:
             model_kwargs[CACHE_NAME] = InterdomainCache()
 
@@ -644,10 +686,10 @@ class InterdomainForSequenceClassification(
     """
 
     def __init__(self, config: InterdomainConfig) -> None:
-        # transformers' GenericForSequenceClassification would make the decoder by AutoModel, which
-        # does not know the classes of an exported model. So its __init__ is not called.
+        # The __init__ of transformers' GenericForSequenceClassification is left out: it would make
+        # the decoder by AutoModel, which does not know the classes of an exported model.
         InterdomainPreTrainedModel.__init__(self, config)
-        # None if the configuration has no labels. The head then has no outputs.
+        # config.num_labels is None if there are no labels. The head then has no outputs.
         self.num_labels = int(config.num_labels or 0)
         self.model = InterdomainModel(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)

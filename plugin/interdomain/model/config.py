@@ -214,7 +214,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 # The conditions of the study: the mixer settings that each of them fixes. They are the eight
 # corners of the paper's cube, of which it reports six; interdomain-paired, which pairs a key with
-# its value (docs/pairing.md); and the baselines. A model is named after the first condition whose
+# its value (docs/paper.md); and the baselines. A model is named after the first condition whose
 # settings it has.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "softmax": dict(kind="softmax"),

@@ -2,7 +2,7 @@
 
 They follow from the mixer's parameters only. The output of the interdomain mixer is a sum over
 pairs of tokens, o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that matches only the key of
-s tokens ago reads the value of r tokens ago with the weight w(s, r): docs/pairing.md.
+s tokens ago reads the value of r tokens ago with the weight w(s, r): docs/paper.md.
 """
 
 import torch

@@ -99,7 +99,7 @@ class MixerConfig:
     )
     feature_map: str = setting(
         "silu",
-        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. "
+        "Features of queries and keys (docs/paper.md). silu: SiLU, then l2 norm (paper eq. "
         "10). Without input norms: "
         + ", ".join(f"{name} ({xi.about})" for name, xi in FEATURE_MAPS.items() if xi)
         + ".",

@@ -1,4 +1,4 @@
-"""The model in vLLM (docs/serving.md).
+"""The model in vLLM (docs/checkpoints.md).
 
 If the package is installed, `vllm serve exports/debug` finds it: vLLM calls `register` in each of
 its processes, through the entry point `vllm.general_plugins`.
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _is_supported() -> bool:
-    """Returns True if the major and minor version of vLLM are SUPPORTED.
+    """Returns True if the major and minor version of vLLM are SUPPORTED, such as 0.32.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -52,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
     Args:
         name: One of the classes in `config.ARCHITECTURES`.
+
     Raises:
         AttributeError: The name is another.
         ImportError: vLLM is not installed, or its version is not SUPPORTED.

@@ -60,6 +60,7 @@ def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tupl
         config: The layer, an entry of `ModelConfig.layers`: the configuration of a model whose
             layers are all like it.
         ranks: Number of tensor-parallel ranks, which divide the heads and channels.
+
     Returns:
         The shape of the convolutions' last inputs, and that of the recurrence's state. vLLM has no
         state of size 0: without convolutions the first is that of one number, which is never read.
@@ -89,6 +90,7 @@ def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
     Args:
         vllm_config: vLLM's VllmConfig.
         config: The package's configuration of the model.
+
     Raises:
         ValueError: The model would ignore a setting, or the tensor-parallel ranks do not divide its
             heads or its feed-forward's width.
