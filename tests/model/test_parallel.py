@@ -34,7 +34,7 @@ HEADS = {"state_heads": 4}
 CASES = {  # by name: the condition, its settings, and the lengths of packed documents
     "interdomain": ("interdomain", {}, None),
     "interdomain, packed": ("interdomain", {}, PACKED),
-    "single-query, packed": ("single-query", {}, PACKED),
+    "single-query, kv2, gate, packed": ("single-query", OPTIONS["kv2"] | OPTIONS["gate"], PACKED),
     "single-query-norope": ("single-query-norope", {}, None),
     "dual-linear-norope, packed": ("dual-linear-norope", {}, PACKED),
     "s4d, gate": ("s4d", OPTIONS["gate"], None),

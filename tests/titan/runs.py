@@ -285,7 +285,10 @@ def continue_from(checkpoint, folder):
 def assert_same_run(runs, name, others=None):
     """Asserts that a run computes what the run does that it names with `same_as`.
 
-    float32 sums are made in another order. The largest difference of losses that was seen is 4e-7.
+    float32 sums are made in another order. The largest difference of losses that was seen is 4e-7,
+    of states 4e-6: Adam's eps (tiny.toml) keeps it from making whole steps of rounding. It is 3e-5
+    where a momentum's gradients cancel each other. In bfloat16 states differ by 2e-2, after Muon's
+    bfloat16 products by 3e-4.
 
     Args:
         others: The runs of the reference, if not `runs`.
@@ -341,7 +344,7 @@ def assert_same_run(runs, name, others=None):
     for step in our_steps.keys() & their_steps.keys() & log.keys():
         tensors = tensors_of(their_steps[step])
         assert "optimizer.state.output.weight.exp_avg" in tensors
-        assert_close(tensors_of(our_steps[step]), tensors, max(1e-4, 10 * near))
+        assert_close(tensors_of(our_steps[step]), tensors, max(1e-4, 3 * near))
 
 
 def tensors_of(checkpoint):

@@ -32,7 +32,7 @@ def test_a_step_is_bitwise_pytorchs_own(runs, name):
                 [p], lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
             )
         else:
-            optimizer = torch.optim.AdamW([p], lr=lr, betas=(0.9, 0.95), fused=True)
+            optimizer = torch.optim.AdamW([p], lr=lr, betas=(0.9, 0.95), eps=1e-3, fused=True)
             optimizer.param_groups[0]["weight_decay"] = DECAY[group]
         prefix = f"optimizer.state.{parameter}."
         moments = [key for key in before if key.startswith(prefix)]
