@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -60,6 +61,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all", action="store_true", help="run the tests marked slow, too (conftest.py)"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Adds to a failure the command that repeats it."""
+    report = yield
+    if report.failed:
+        command = f"./launch.sh test {shlex.quote(item.nodeid)}"
+        report.sections.append(("to repeat it", command))
+    return report
 
 
 def pytest_report_header(config):

@@ -231,7 +231,7 @@ def show(paths: list[Path], output: Path | None) -> None:
     if output:
         require_empty(output)
     runs = shown(paths)
-    groups = tables.cells_of(runs)
+    groups = tables.arms_of(runs)
     text = tables.page(groups)
     print(text, end="")
     if not output:

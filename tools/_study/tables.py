@@ -1,7 +1,7 @@
 """Tables and figures of a study: mean and deviation over seeds, beside the paper's figures.
 
-A cell is a size, condition, setting and learning rate; its runs differ in the seed only. A group is
-the cells of one size and setting, which are compared with each other.
+An arm is a size, condition, setting and learning rate; its runs differ in the seed only. A group is
+the arms of one size and setting, which are compared with each other.
 """
 
 import bisect
@@ -25,7 +25,7 @@ ACCURACY = "validation_metrics/accuracy"
 PERPLEXITY = "validation perplexity"  # a curve that is computed from the validation loss
 # Two runs are compared only if they agree in these settings, in the text and in the tokens read.
 COMPARED_SETTINGS = ("data.reset_state_at_documents", "validation.tokens", "validation.seq_len")
-# Runs of one cell agree in these settings, too.
+# Runs of one arm agree in these settings, too.
 CELL_SETTINGS = (
     "optimizer.name",
     "optimizer.beta1",
@@ -36,7 +36,7 @@ CELL_SETTINGS = (
     "lr_scheduler.min_lr",
     "checkpoint.initial_load_path",
 )
-# Hyperparameters in which runs of one cell may differ.
+# Hyperparameters in which runs of one arm may differ.
 FREE_FACTS = ("seed", "ranks", "recompute")
 BOOTSTRAP_SAMPLES = 2000  # of the 95 % intervals
 NOTES = """\
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Returns the settings that tell a cell from other cells of the same condition."""
+        """Returns the settings that tell an arm from other arms of the same condition."""
         settings = {name: str(self.configuration.get(name)) for name in CELL_SETTINGS}
         return {"lr": f"{self.facts['lr']:g}", **settings}
 
@@ -206,7 +206,7 @@ def interval_of(samples: np.ndarray) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class Arm:
     """Runs that differ in the seed only. The class computes their means and intervals."""
 
     runs: list[Run]
@@ -221,7 +221,7 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """Names the group of the cell: its size and setting."""
+        """Names the group of the arm: its size and setting."""
         labels = self.first.labels.items()
         return " ".join(str(label) for axis, label in labels if axis not in ("condition", "rate"))
 
@@ -269,14 +269,14 @@ class Cell:
             return None
         return curve[max(curve)]
 
-    def name_among(self, cells: "list[Cell]", without: str = "") -> str:
-        """Returns the condition, with the settings that tell this cell from its neighbours.
+    def name_among(self, arms: "list[Arm]", without: str = "") -> str:
+        """Returns the condition, with the settings that tell this arm from its neighbours.
 
         Args:
-            cells: The cells that stand beside it.
+            arms: The arms that stand beside it.
             without: A setting that is left out.
         """
-        twins = [other.first.settings for other in cells if other.condition == self.condition]
+        twins = [other.first.settings for other in arms if other.condition == self.condition]
         name = self.condition
         for setting, value in self.first.settings.items():
             if setting != without and any(twin[setting] != value for twin in twins):
@@ -284,107 +284,107 @@ class Cell:
         return name
 
 
-# The cells of each group, by its name.
-Groups = dict[str, list[Cell]]
+# The arms of each group, by its name.
+Groups = dict[str, list[Arm]]
 
 
-def cells_of(runs: list[Run]) -> Groups:
-    """Puts runs into cells and cells into groups.
+def arms_of(runs: list[Run]) -> Groups:
+    """Puts runs into arms and arms into groups.
 
     The smallest size comes first. Within a group the lowest perplexity comes first.
     """
-    # Runs that agree in everything but the seed are one cell.
-    by_key: dict[str, Cell] = {}
+    # Runs that agree in everything but the seed are one arm.
+    by_key: dict[str, Arm] = {}
     for run in sorted(runs, key=lambda run: run.facts["parameters"]):
         facts = {name: fact for name, fact in run.facts.items() if name not in FREE_FACTS}
         key = repr([run.labels, facts, run.compared, run.settings])
-        by_key.setdefault(key, Cell([])).runs.append(run)
+        by_key.setdefault(key, Arm([])).runs.append(run)
 
     # Cells of one size and setting are one group.
     groups: Groups = {}
-    for cell in by_key.values():
-        cell.runs.sort(key=lambda run: run.facts["seed"])
-        groups.setdefault(cell.group, []).append(cell)
-    for cells in groups.values():
-        cells.sort(key=lambda cell: cell.perplexity.mean)
+    for arm in by_key.values():
+        arm.runs.sort(key=lambda run: run.facts["seed"])
+        groups.setdefault(arm.group, []).append(arm)
+    for arms in groups.values():
+        arms.sort(key=lambda arm: arm.perplexity.mean)
     return groups
 
 
-def at_best_rates(cells: list[Cell]) -> list[Cell]:
+def at_best_rates(arms: list[Arm]) -> list[Arm]:
     """Keeps each condition's best learning rate.
 
     It is the one with the most seeds, then the one with the lowest perplexity. Cells of a study
     without rates are all kept.
 
     Args:
-        cells: The cells of one group, the lowest perplexity first.
+        arms: The arms of one group, the lowest perplexity first.
     """
-    # `sorted` keeps the order of cells with as many seeds, which is that of their perplexities.
-    best: dict[str, Cell] = {}
-    for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
-        best.setdefault(cell.condition, cell)
-    return [cell for cell in cells if "rate" not in cell.first.labels or cell in best.values()]
+    # `sorted` keeps the order of arms with as many seeds, which is that of their perplexities.
+    best: dict[str, Arm] = {}
+    for arm in sorted(arms, key=lambda arm: -len(arm.runs)):
+        best.setdefault(arm.condition, arm)
+    return [arm for arm in arms if "rate" not in arm.first.labels or arm in best.values()]
 
 
-def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
-    """Returns the cells of softmax that read as many tokens of the same text as a cell.
+def softmax_arms(arm: Arm, arms: list[Arm]) -> list[Arm]:
+    """Returns the arms of softmax that read as many tokens of the same text as an arm.
 
     Args:
-        cell: The cell to compare.
-        cells: The cells of its group.
+        arm: The arm to compare.
+        arms: The arms of its group.
     """
-    softmax = [other for other in cells if other.condition == "softmax"]
-    return [other for other in softmax if other.first.compared == cell.first.compared]
+    softmax = [other for other in arms if other.condition == "softmax"]
+    return [other for other in softmax if other.first.compared == arm.first.compared]
 
 
-def incomparable(group: str, cells: list[Cell]) -> list[str]:
-    """Says why no percentage compares some cells of a group, a sentence for each reason.
+def incomparable(group: str, arms: list[Arm]) -> list[str]:
+    """Says why no percentage compares some arms of a group, a sentence for each reason.
 
     Args:
         group: The name of the group.
-        cells: Its cells at their best rates.
+        arms: Its arms at their best rates.
     """
     reasons = []
     # Other text, validation or number of tokens.
-    for name in cells[0].first.compared:
-        values = sorted({cell.first.compared[name] for cell in cells})
+    for name in arms[0].first.compared:
+        values = sorted({arm.first.compared[name] for arm in arms})
         if len(values) > 1:
             reasons.append(f"runs differ in {name} ({'; '.join(values)})")
     # Nothing says which of several rows of softmax is the one to compare with.
-    if any(len(softmax_cells(cell, cells)) > 1 for cell in cells):
+    if any(len(softmax_arms(arm, arms)) > 1 for arm in arms):
         reasons.append("several rows are of softmax")
     return [f"{group}: {reason}, so no percentage compares them." for reason in reasons]
 
 
 def rows(groups: Groups) -> list[Row]:
-    """Makes a row for each cell, against softmax at its best rate and beside the paper's figures.
+    """Makes a row for each arm, against softmax at its best rate and beside the paper's figures.
 
     Args:
-        groups: The cells of each group, from `cells_of`.
+        groups: The arms of each group, from `arms_of`.
     """
     table = []
-    for group, cells in groups.items():
-        best = at_best_rates(cells)
-        for cell in cells:
-            table.append({"group": group, **_row(cell, best)})
+    for group, arms in groups.items():
+        best = at_best_rates(arms)
+        for arm in arms:
+            table.append({"group": group, **_row(arm, best)})
     return table
 
 
-def _row(cell: Cell, best: list[Cell]) -> Row:
-    """Returns the columns of a cell.
+def _row(arm: Arm, best: list[Arm]) -> Row:
+    """Returns the columns of an arm.
 
     Args:
-        cell: The cell.
-        best: The cells of its group at their best rates.
+        arm: The arm.
+        best: The arms of its group at their best rates.
     """
     # Over the seeds.
-    facts = cell.first.facts
-    seeds = [run.facts["seed"] for run in cell.runs]
-    loss = mean_of(run.loss for run in cell.runs)
-    perplexity = cell.perplexity
+    facts = arm.first.facts
+    seeds = [run.facts["seed"] for run in arm.runs]
+    loss = mean_of(run.loss for run in arm.runs)
+    perplexity = arm.perplexity
     # Against softmax.
     vs_softmax = None
-    softmax = softmax_cells(cell, best)
+    softmax = softmax_arms(arm, best)
     if len(softmax) == 1:
         vs_softmax = perplexity.mean / softmax[0].perplexity.mean - 1
 
@@ -397,18 +397,18 @@ def _row(cell: Cell, best: list[Cell]) -> Row:
         paper_vs_softmax = paper / paper_figures["softmax"] - 1
 
     return {
-        "condition": cell.name_among(best, without="lr"),
+        "condition": arm.name_among(best, without="lr"),
         "lr": facts["lr"],
         "seeds": seeds,
         "parameters": facts["parameters"],
         "state": describe_state(*facts["state"]),
-        "tokens": cell.first.trained,
-        "compute": cell.compute,
+        "tokens": arm.first.trained,
+        "compute": arm.compute,
         "loss": loss,
         "perplexity": perplexity,
-        "interval": cell.interval,
+        "interval": arm.interval,
         "vs_softmax": vs_softmax,
-        "accuracy": cell.accuracy,
+        "accuracy": arm.accuracy,
         "paper": paper,
         "paper_vs_softmax": paper_vs_softmax,
     }
@@ -442,10 +442,10 @@ FORMATS = {
 
 
 def page(groups: Groups) -> str:
-    """Returns the table, the meaning of its columns, and why some cells are not compared.
+    """Returns the table, the meaning of its columns, and why some arms are not compared.
 
     Args:
-        groups: The cells of each group, from `cells_of`.
+        groups: The arms of each group, from `arms_of`.
     """
     table = rows(groups)
     # A column that no row fills is left out.
@@ -470,9 +470,9 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
     corpus has answers, else perplexity.
     """
     drawn: dict[str, list[Panel | Dots]] = {}
-    for group, cells in cells_of(runs).items():
-        best = at_best_rates(cells)
-        has_answers = any(cell.accuracy for cell in best)
+    for group, arms in arms_of(runs).items():
+        best = at_best_rates(arms)
+        has_answers = any(arm.accuracy for arm in best)
         drawn[group] = [_dots(group, best, has_answers)]
         by_tokens = _panel_by_tokens(group, best, has_answers)
         if max(len(curve.x) for curve in by_tokens.curves) > 1:
@@ -480,23 +480,23 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
     return drawn
 
 
-def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
-    """Draws a curve for each cell by tokens.
+def _panel_by_tokens(title: str, arms: list[Arm], has_answers: bool) -> Panel:
+    """Draws a curve for each arm by tokens.
 
     The first validation is left out: it is of the untrained model.
 
     Args:
         title: The title of the panel, the name of the group.
-        cells: The cells of the group at their best rates.
+        arms: The arms of the group at their best rates.
         has_answers: True draws accuracy, False perplexity.
     """
     measure = PERPLEXITY
     if has_answers:
         measure = ACCURACY
     curves = []
-    for cell in cells:
+    for arm in arms:
         # Leave out the untrained model, unless it is all there is.
-        points = list(cell.curve(measure).items())
+        points = list(arm.curve(measure).items())
         if len(points) > 1:
             del points[0]
         millions = []
@@ -506,19 +506,19 @@ def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
             millions.append(tokens / 1e6)
             means.append(value.mean)
             deviations.append(value.deviation or math.nan)
-        curves.append(Curve(cell.name_among(cells), millions, means, deviations))
+        curves.append(Curve(arm.name_among(arms), millions, means, deviations))
     y_label = measure.removeprefix("validation_metrics/")
     return Panel(title, curves, "tokens (millions)", y_label, log_y=not has_answers)
 
 
-def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
-    """Draws the result of each cell, with a bar.
+def _dots(title: str, arms: list[Arm], has_answers: bool) -> Dots:
+    """Draws the result of each arm, with a bar.
 
     The bar is the 95 % interval if it is known, else the deviation over seeds.
 
     Args:
         title: The title of the panel, the name of the group.
-        cells: The cells of the group at their best rates.
+        arms: The arms of the group at their best rates.
         has_answers: True draws accuracy, False perplexity.
     """
     x_label = "validation perplexity (less is better)"
@@ -526,12 +526,12 @@ def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
         x_label = "accuracy (more is better)"
     bars = ""
     dots = []
-    for cell in cells:
+    for arm in arms:
         # The value, and the interval of the last validation's perplexity.
-        value = cell.perplexity
-        interval = cell.interval
+        value = arm.perplexity
+        interval = arm.interval
         if has_answers:
-            value = cell.accuracy or value
+            value = arm.accuracy or value
             interval = None
         # The bar, which the label of the axis explains.
         if interval:
@@ -539,7 +539,7 @@ def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
         elif value.deviation is not None:
             interval = [value.mean - value.deviation, value.mean + value.deviation]
             bars = bars or "; bars: deviation"
-        name = cell.name_among(cells)
-        dots.append(Dot(name, value.mean, interval, f"{name} ({len(cell.runs)})"))
+        name = arm.name_among(arms)
+        dots.append(Dot(name, value.mean, interval, f"{name} ({len(arm.runs)})"))
     dots.sort(key=lambda dot: dot.value, reverse=has_answers)
     return Dots(title, dots, x_label + bars)
