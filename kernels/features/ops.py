@@ -56,7 +56,10 @@ def features(
 
 @features.register_fake
 def _(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps):
-    """Makes results of `features` for tracing: only shapes and dtypes count."""
+    """Makes results of `features` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `features`.
+    """
     B, T, E = x.shape
     return x.new_empty(B, T, E // head_dim, head_dim)
 
@@ -102,7 +105,10 @@ def features_backward(
 
 @features_backward.register_fake
 def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
-    """Makes results of `features_backward` for tracing: only shapes and dtypes count."""
+    """Makes results of `features_backward` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `features_backward`.
+    """
     B, _, E = x.shape
     # K rows of sums: those of W taps and the bias, then those of scale and shift.
     W = 0
@@ -222,7 +228,10 @@ def features_step(
 
 @features_step.register_fake
 def _(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
-    """Makes results of `features_step` for tracing: only shapes and dtypes count."""
+    """Makes results of `features_step` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `features_step`.
+    """
     return x.new_empty(x.shape[0], x.shape[1] // head_dim, head_dim)
 
 

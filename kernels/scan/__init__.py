@@ -582,6 +582,12 @@ def _check_decay(log_decay: Tensor) -> None:
     """Checks that powers of the decay over a chunk do not underflow.
 
     It reads values only if nothing has to wait for them: in eager mode on a CPU. NaN passes.
+
+    Args:
+        log_decay: log Lambda, [..., 2]: the real part, which is log |Lambda|, and the imaginary part.
+
+    Raises:
+        ValueError: |Lambda|^CHUNK is too small for the dtype. A chunk has CHUNK tokens.
     """
     if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
         return
@@ -591,9 +597,9 @@ def _check_decay(log_decay: Tensor) -> None:
         or torch._C._are_functorch_transforms_active()
     ):
         return
-    # The smallest number that the dtype holds to full precision is the least |Lambda|^CHUNK.
     dtype = log_decay.dtype
     fastest = min(log_decay.detach()[..., 0].flatten().tolist())
+    # The smallest number that the dtype holds to full precision is the least |Lambda|^CHUNK.
     limit = math.log(torch.finfo(dtype).tiny) / CHUNK
     if fastest < limit:
         raise ValueError(

@@ -882,11 +882,13 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
     Args:
         readout: w as (Re w | Im w), [H, 2M].
-        tables: Powers of Lambda. With E_i = Lambda^(i-r), token i reads the state before the chunk;
-            r is the middle of the chunk.
+        tables: Powers of Lambda; r is the middle of the chunk. With E_i = Lambda^(i-r) token i reads
+            S = Lambda^(r+1) X, where X is the state before the chunk. With T_j = Lambda^(r-j) it
+            reads the input of token j.
 
     Returns:
         conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
     """
     w = conj_physical(tables.E * complex_readout(readout)[:, None])
+    # The product of the real pairs of conj(x) and y is Re(x y).
     return w, (real_pairs(w) @ real_pairs(tables.T).mT).tril_()

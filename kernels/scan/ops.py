@@ -190,7 +190,10 @@ def send_state(
 
 @send_state.register_fake
 def _(parts, log_decay, backend, documents, group):
-    """Makes results of `send_state` for tracing: only shapes and dtypes count."""
+    """Makes results of `send_state` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `send_state`.
+    """
     B, _, H, _ = parts[0].shape
     M = log_decay.shape[1]
     # P channels of a state; S segments, of which plain PyTorch has no states.
@@ -335,7 +338,10 @@ def _(
     group="",
     *sent,
 ):
-    """Makes results of `scan` for tracing: only shapes and dtypes count."""
+    """Makes results of `scan` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `scan`.
+    """
     B, T, H, R = k.shape
     Hq = q.shape[2]
     D = v.shape[3]
@@ -416,7 +422,10 @@ def _(
     documents=None,
     group="",
 ):
-    """Makes results of `scan_backward` for tracing: only shapes and dtypes count."""
+    """Makes results of `scan_backward` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `scan_backward`.
+    """
     return _fake_gradients(q, k, v, log_decay, mixing, initial_state)
 
 
@@ -475,7 +484,10 @@ linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_sca
 def _(
     z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent
 ):
-    """Makes results of `linear_scan` for tracing: only shapes and dtypes count."""
+    """Makes results of `linear_scan` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `linear_scan`.
+    """
     B, _, H, P = z.shape
     M = log_decay.shape[1]
     final = z.new_empty(0)
@@ -527,7 +539,10 @@ def linear_scan_backward(
 
 @linear_scan_backward.register_fake
 def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None, group=""):
-    """Makes results of `linear_scan_backward` for tracing: only shapes and dtypes count."""
+    """Makes results of `linear_scan_backward` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `linear_scan_backward`.
+    """
     return _fake_gradients(z, log_decay, readout, initial_state)
 
 
@@ -579,13 +594,19 @@ def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Te
 
 @scan_step_.register_fake
 def _(q, k, v, decay, mixing, state):
-    """Makes results of `scan_step_` for tracing: only shapes and dtypes count."""
+    """Makes results of `scan_step_` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `scan_step_`.
+    """
     return v.new_empty(*q.shape[:2], v.shape[2])
 
 
 @linear_step_.register_fake
 def _(z, decay, readout, state):
-    """Makes results of `linear_step_` for tracing: only shapes and dtypes count."""
+    """Makes results of `linear_step_` for tracing: only shapes and dtypes count.
+
+    Its arguments are those of `linear_step_`.
+    """
     return z.new_empty(z.shape)
 
 
