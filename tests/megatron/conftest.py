@@ -154,6 +154,7 @@ def titan(tmp_path_factory, corpus):
         lr_scheduler__total_steps=ranks.STEPS,
         model__vocab_size=ranks.VOCAB,
         model__n_layers=4,
+        optimizer__eps=1e-8,  # Megatron's default
     )
     seen = runs.seen("1 ten")
     runs.end()
