@@ -459,7 +459,8 @@ def _add_to_pending(pending, du, taps, documents, W: tl.constexpr, DOCS: tl.cons
     """Adds to the gradients of the last W inputs the part that comes from token t.
 
     The input x_(t-j) went into u_t with the tap w_j, so its gradient gets w_j du_t. It is complete
-    when it has the parts of W tokens, t - j to t - j + W - 1.
+    when it has the parts of W tokens, t - j to t - j + W - 1. Every vector is a pair of tiles, one
+    for each half of a head's channels.
 
     Args:
         pending: pending[j] is the part of dx_(t-1-j) that comes from tokens before t, for j from 0

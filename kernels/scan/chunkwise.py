@@ -551,12 +551,13 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
 
     E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, with r in the middle of the
     chunk. X^k_i are the key channels of the state after token i, and S = Lambda^(r+1) X are those
-    of the state X before the chunk.
+    of the state X before the chunk. With do and the value channels in place of q and the key
+    channels, it completes c_i = X^v_i do_i.
 
     Args:
-        a: The result of `_part_within_chunks`, [H, B N G L, 2M].
-        rows: q, [H, B, N, G L, R].
-        S: Key channels of the states before the chunks, [H, B, N, R, M].
+        a: The result of `_part_within_chunks`, [H, B N G L, 2M], (Re, Im) pairs. It is overwritten.
+        rows: q, [H, B, N, G L, R], of G query heads for each head of the state; or do with D for R.
+        S: Key channels of the states before the chunks, [H, B, N, R, M]; or value channels.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
 

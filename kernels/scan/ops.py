@@ -340,7 +340,7 @@ def _(
 ):
     """Makes results of `scan` for tracing: only shapes and dtypes count.
 
-    Its arguments are those of `scan`.
+    Its arguments are those of `scan`; `sent` holds `sent` and `local`.
     """
     B, T, H, R = k.shape
     Hq = q.shape[2]
