@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
-# A standalone folder is an exported model: weights, configuration, tokenizer and model code.
-STANDALONE = "standalone folder (made by interdomain convert)"
+# An exported model is a folder: weights, configuration, tokenizer and model code.
+EXPORTED_MODEL = "exported model (a folder that interdomain convert made)"
 
 # Prefixes of an input of prepare-data; the name of a data set or a folder follows.
 KINDS_OF_SOURCES = ("hf:", "debian:")
@@ -148,7 +148,7 @@ def add_device(parser: argparse.ArgumentParser, text: str = DEVICE) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
-    """Adds --dtype, for a tool that reads a standalone folder.
+    """Adds --dtype, for a tool that reads an exported model.
 
     Args:
         parser: The parser of the tool.

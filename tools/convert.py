@@ -1,8 +1,8 @@
 """interdomain convert outputs/debug --output exports/debug
 
-Convert a checkpoint into a standalone folder, or back.
+Convert a checkpoint into an exported model, or back.
 
-A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code
+An exported model holds weights (safetensors), config.json, a tokenizer, a model card and the code
 that transformers runs. Checkpoints of this project and of Megatron-Core are read. You can convert
 while the run goes on. The result is read back and compared with the source: the model, and every
 value.
@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "source",
         type=path_argument,
         metavar="SOURCE",
-        help="checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder",
+        help="checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: an exported model",
     )
     p.add_argument(
         "--output",
@@ -110,7 +110,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     is_back = args.to_checkpoint or args.to_megatron
     if is_back and (args.dtype or args.tokenizer or args.license):
         raise ValueError(
-            "--dtype, --tokenizer and --license are for making a standalone folder. A checkpoint to train from is float32, and "
+            "--dtype, --tokenizer and --license are for making an exported model. A checkpoint to train from is float32, and "
             "the folder has its tokenizer: leave them out."
         )
     if args.uptrain and not args.to_checkpoint:
@@ -120,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a checkpoint into a standalone folder, and returns a summary.
+    """Converts a checkpoint into an exported model, and returns a summary.
 
     Args:
         source: A checkpoint, or the folder of a run.
@@ -286,7 +286,7 @@ def check_same(name: str, tensor: Tensor, expected: Tensor) -> None:
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
-    """Reads a standalone folder for training.
+    """Reads an exported model for training.
 
     Returns:
         The model's configuration, its tensors in float32, and the tokenizer.
@@ -309,10 +309,10 @@ def documents_of(tokenizer: Tokenizer) -> dict[str, list[int]] | None:
 
 
 def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a standalone folder into a checkpoint for Megatron-Core, and returns a summary.
+    """Converts an exported model into a checkpoint for Megatron-Core, and returns a summary.
 
     Args:
-        source: The standalone folder.
+        source: The exported model.
         output: The folder to write, which must be new or empty.
         args: The options of the command.
     """
@@ -334,10 +334,10 @@ def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
 
 
 def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a standalone folder into a checkpoint to train from, and returns a summary.
+    """Converts an exported model into a checkpoint to train from, and returns a summary.
 
     Args:
-        source: The standalone folder.
+        source: The exported model.
         output: The folder to write, which must be new or empty.
         args: The options of the command.
     """

@@ -1,6 +1,6 @@
 """interdomain evaluate exports/softmax exports/interdomain --tasks paper
 
-Evaluate standalone folders on tasks and by perplexity.
+Evaluate exported models on tasks and by perplexity.
 
 Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default:
 the paper's). --perplexity measures perplexity against context length. evaluation.json and
@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="*",
         type=_cli.path_or_name,
         metavar="FOLDER",
-        help=f"{_cli.STANDALONE}; before all options",
+        help=f"{_cli.EXPORTED_MODEL}; before all options",
     )
     p.add_argument(
         "--output",
@@ -420,7 +420,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not args.folders:
         raise ValueError(
-            "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
+            "no folder was given. Name one or more exported models (interdomain convert makes them)."
         )
     # With microseconds: the jobs of an array start in the same second.
     now = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S-%f}"
@@ -458,7 +458,7 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
     # Begin the report with the options and the table of folders.
     max_length = args.max_length or min(folder.config.max_seq_len for folder in folders)
     options = options_of(args) | {"batch_size": args.batch_size, "max_length": max_length}
-    label = f"exported folders on {device.type.upper()}"
+    label = f"exported models on {device.type.upper()}"
     report = results.Report("evaluation", output, device, options, label)
     report.contents["environment"] |= versions(PACKAGES)
     report.contents |= {"tasks": {}, "perplexity": []}

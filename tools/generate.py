@@ -1,6 +1,6 @@
 """interdomain generate exports/debug --prompt "def main(" --max-tokens 200
 
-Continue text with a standalone folder.
+Continue text with an exported model.
 
 The model reads the prompt in chunks and then writes token by token, from its state. One prompt is
 printed as it is written; several are decoded together and printed at the end. TorchTitan is not
@@ -29,7 +29,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "folder",
         type=_cli.path_argument,
         metavar="FOLDER",
-        help=_cli.STANDALONE,
+        help=_cli.EXPORTED_MODEL,
     )
     p.add_argument(
         "--prompt",

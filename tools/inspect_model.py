@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "folder",
         type=_cli.path_argument,
         metavar="FOLDER",
-        help=_cli.STANDALONE,
+        help=_cli.EXPORTED_MODEL,
     )
     p.add_argument(
         "--text",

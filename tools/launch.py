@@ -179,7 +179,7 @@ def next_steps(job: "JobConfig") -> str:
         export = f"exports/{dump.name}"
         convert = [*command_here("convert"), str(dump), "--output", export]
         generate = [*command_here("generate"), export, "--prompt", "def main("]
-        lines += ["# convert to a standalone folder", shlex.join(convert)]
+        lines += ["# convert to an exported model", shlex.join(convert)]
         lines += ["# generate", shlex.join(generate)]
     return "\n".join(lines)
 

@@ -60,7 +60,7 @@ class HarnessTokenizer:
 
 
 class FolderModel(HFLM):
-    """The model of an exported folder, as the harness calls it.
+    """An exported model, as the harness calls it.
 
     Attributes:
         tokenizer: The exported model's tokenizer.
