@@ -33,7 +33,7 @@ def features(
         x: A projection's output, [B, T, E] with E = H R channels.
         head_dim: R, the channels of a head.
         weight: The convolution's weight, [E, W], or None for no convolution.
-        bias: Its bias, [E], or None.
+        bias: Its bias, [E]; None without a convolution.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
         documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
@@ -77,7 +77,7 @@ def features_backward(
         x: A projection's output, [B, T, E] with E = H R channels.
         head_dim: R, the channels of a head.
         weight: The convolution's weight, [E, W], or None for no convolution.
-        bias: Its bias, [E], or None.
+        bias: Its bias, [E]; None without a convolution.
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
         documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
@@ -205,7 +205,7 @@ def features_step(
         x: The projections' outputs one after the other, [B, E] with E = H R.
         head_dim: R, the channels of a head.
         weight: The weight of the convolution of the first C channels, [W, C], or None.
-        bias: Its bias, [C], or None.
+        bias: Its bias, [C]; None without a convolution.
         past: Its W - 1 inputs before x, [B, W - 1, C], overwritten with the last ones; or None.
         cos: The rotary cosines, [1, 1, R/2] or [B, 1, 1, R/2], or None.
         sin: The rotary sines, likewise.

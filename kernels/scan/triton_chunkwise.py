@@ -326,8 +326,9 @@ def _launches(
     """Returns the passes over these inputs, with their tables computed.
 
     Args:
-        inputs: q, k and v, or k and v, or z.
-        log_decay: theta, [H, M, 2].
+        inputs: q, k and v, or k and v if only the states are computed; or (z,), the inputs of the
+            linear readout. Each is [B, T, heads, width].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         documents: The id of each token's document, [B, T] int32, or None for one document.
         readout: w, [H, 2M], for the linear readout; None for the query readout.
     """
