@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interdomain.folders import expand_path
+from interdomain.launcher import keep_freed_memory
 from interdomain.removed import removal_of
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ def require_at_least(args: argparse.Namespace, **minimum: int) -> None:
 def choose_device(name: str) -> "torch.device":
     """Returns the device that --device names, and makes it the current one.
 
+    On a CPU the process keeps the memory that it frees.
+
     Raises:
         ValueError: PyTorch does not see such a device.
     """
@@ -198,6 +201,8 @@ def choose_device(name: str) -> "torch.device":
     device = torch.device(name)
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches kernels on the current one
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
 

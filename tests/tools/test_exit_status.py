@@ -193,3 +193,26 @@ def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkey
     folder = Path(environment["TRITON_CACHE_DIR"]).parent
     folder.chmod(0o777)
     refused(torchrun.main, ["4", "python"], f"{folder} is not a folder that only you can write to")
+
+
+# Prints the page faults of 64 MiB that are taken for the second time.
+SECOND_BLOCK = """
+import os, resource
+from interdomain.tools._cli import choose_device
+os.environ.update(MALLOC)
+choose_device("cpu")
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(2**26)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "are_few"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)]
+)
+def test_a_tool_on_the_cpu_keeps_the_memory_that_it_frees(variables, are_few):
+    """The user's own variables win. 64 MiB have 16,384 pages of 4 KiB."""
+    program = SECOND_BLOCK.replace("MALLOC", repr(variables))
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert (int(printed) < 1000) == are_few, printed
