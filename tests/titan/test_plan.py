@@ -71,9 +71,7 @@ def test_the_papers_runs(size, peak, tokens, steps):
     assert 12 * GIB < memory_of(job, plan) < 0.8 * 80e9
 
 
-@pytest.mark.parametrize(
-    ("ranks", "local_batch"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
-)
+@pytest.mark.parametrize(("ranks", "local_batch"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
 def test_the_debug_run_is_the_same_on_any_number_of_ranks(ranks, local_batch):
     job = parse_flags(toml=CONFIGS / "debug.toml")
     plan = make_plan(job, ranks, on_gpus=True)
