@@ -7,7 +7,7 @@ import pytest
 
 from interdomain.model import CONDITIONS, Execution, build_config
 from interdomain.titan.plan.costs import cost_model
-from interdomain.titan.plan.dry_run import describe
+from interdomain.titan.plan.dry_run import describe, table
 from interdomain.titan.plan.run_plan import in_steps, make_plan, model_config
 
 from ..common import REPOSITORY
@@ -32,7 +32,7 @@ def plan_of(given="", ranks=1):
 def dry_run(given="", on_gpus=False):
     """Returns the dry run's table."""
     job = parse(given)
-    return describe(make_plan(job, 1, on_gpus), job, on_gpus)
+    return table(describe(make_plan(job, 1, on_gpus), job, on_gpus))
 
 
 def memory_of(job, plan):
