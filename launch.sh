@@ -82,10 +82,24 @@ lock() {
   flock 9 || true
 }
 
+# show_progress LOG: the seconds that passed and what pip does, until it is killed or this start ends. A terminal has one line that is
+# rewritten each second, another output a line every 30 seconds.
+show_progress() {
+  local every=30 line='  %d s  %s\n' due last
+  if [ -t 1 ]; then every=1 line='\r  %3d s  %-60.60s'; fi
+  SECONDS=0 due=$every
+  while sleep 1 >/dev/null && kill -0 $$; do
+    [ "$SECONDS" -ge "$due" ] || continue
+    due=$((SECONDS + every))
+    last=$(grep -oE '(Collecting|Downloading|Installing) [^(:,]+' "$1" | tail -n 1) || true
+    printf "$line" "$SECONDS" "$last"
+  done 2>/dev/null
+}
+
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from, by one
 # start at a time: jobs that were submitted together begin together.
 make_environment() {
-  local extras=$1 stamp wanted base
+  local extras=$1 log=$venv/install.log stamp wanted base progress status=0
   python=$venv/bin/python
   stamp=$venv/.installed-$extras
   wanted=$(cat pyproject.toml "$constraints" launch.sh | cksum)
@@ -98,11 +112,16 @@ make_environment() {
     echo "making an environment in $venv with $("$base" --version)"
     "$base" -m venv "$venv" || fail "could not make an environment in $venv. Remove the folder and try again."
   fi
-  echo "installing interdomain[$extras] into $venv (minutes on a first start)"
-  install "$extras" >"$venv/install.log" 2>&1 || {
-    tail -n 20 "$venv/install.log" >&2
-    fail "the installation into $venv failed (whole log: $venv/install.log). Mend the cause and start again: it continues there."
-  }
+  echo "installing interdomain[$extras] into $venv (minutes on a first start; log: $log)"
+  show_progress "$log" 9>&- &
+  progress=$!
+  install "$extras" >"$log" 2>&1 || status=$?
+  { kill "$progress" && wait "$progress"; } 2>/dev/null || true
+  if [ -t 1 ]; then echo; fi
+  if [ "$status" -ne 0 ]; then
+    tail -n 20 "$log" >&2
+    fail "the installation into $venv failed (whole log: $log). Mend the cause and start again: it continues there."
+  fi
   echo "$wanted" >"$stamp"
   exec 9>&-
 }

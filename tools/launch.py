@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     args, flags = parse(argv)
 
     # TorchTitan and tyro, of the extra `train`, are imported from here on.
-    from interdomain.titan.plan.dry_run import describe
+    from interdomain.titan.plan.dry_run import describe, summarize, table
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.settings.job_config import read_job_config
 
@@ -205,24 +205,28 @@ def main(argv: list[str] | None = None) -> int:
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
     on_gpus = False
+    rows_of_nodes = {}
     if nodes:
         on_gpus = nodes.has_gpus
+        rows_of_nodes = nodes.describe()
         plan = make_plan(job, nodes.ranks * len(nodes.hosts), on_gpus)
         command = nodes.command(args.config, flags, args.max_restarts)
     else:
         plan = make_plan(job, ranks)
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
-    print(describe(plan, job, on_gpus))
-    if nodes:
-        print(nodes.describe())
-    print(f"{'command':>18}  {shlex.join(command)}", flush=True)
-    # A dry run may be on a login node, without data and GPUs.
+
+    # A dry run prints the whole plan. It may be on a login node, without data and GPUs.
     if args.dry_run:
-        print(f"{'data':>18}  {check_data(job, dry_run=True)}")
+        rows = describe(plan, job, on_gpus) | rows_of_nodes
+        print(table(rows | {"command": shlex.join(command)}), flush=True)
+        print(table({"data": check_data(job, dry_run=True), "output": job.job.dump_folder}))
         return 0
+
+    # A start prints the rows that tell the runs of a user apart.
     refuse_idle_gpus()
-    print(f"{'data':>18}  {check_data(job)}")
-    print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
+    rows = summarize(plan, job, check_data(job), on_gpus)
+    print(table(rows | rows_of_nodes))
+    print("--dry-run prints the whole plan.\n", flush=True)
 
     # Train.
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder

@@ -65,11 +65,11 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
     assert statistics[3]["c_rms"] == 1  # there is no C
 
 
-def test_seconds_per_step(monkeypatch):
-    """They are a mean over the steps since the last log, each of two micro-batches."""
+def test_seconds_and_tokens_per_second(monkeypatch):
+    """They are means over the steps since the last log, each of two micro-batches on two ranks."""
     monkeypatch.setattr(metrics, "gradient_norms", mock.Mock(return_value={}))
-    run = mock.Mock(job=parse("--training.local_batch_size 4 --metrics.mixer_freq 0"))
-    run.plan = make_plan(run.job, 1)
+    run = mock.Mock(job=parse("--training.local_batch_size 2 --metrics.mixer_freq 0"))
+    run.plan = make_plan(run.job, 2)
     run.optimizers.rates = {"main": 1e-3}
     run.optimizers.step_guard = StepGuard()
     run.first_log = None
@@ -78,6 +78,19 @@ def test_seconds_per_step(monkeypatch):
     InterdomainMetrics.log_step(run, 10, 1.0, 1.0, 1.0)
     scalars = run.log.call_args.args[-1]
     assert scalars["time_metrics/end_to_end(s)"] == pytest.approx(1000, rel=0.01)
+    assert scalars["machine/tokens_per_second"] == pytest.approx(0.512, rel=0.01)
+
+
+def test_the_line_of_progress_has_the_throughput_of_all_ranks(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    clock = mock.Mock(side_effect=[100.0, 190.0])
+    monkeypatch.setattr(metrics, "time", mock.Mock(monotonic=clock))
+    run = mock.Mock(first_log=None)
+    run.plan.steps = 400
+    for step in (1, 10):
+        InterdomainMetrics._log_progress(run, step, 4096.4)
+    expected = "  2.5 % of 400 steps, 4,096 tokens per second on all ranks, 1:05:00 left"
+    assert caplog.messages == [expected]
 
 
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():

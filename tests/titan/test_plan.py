@@ -7,8 +7,8 @@ import pytest
 
 from interdomain.model import CONDITIONS, Execution, build_config
 from interdomain.titan.plan.costs import cost_model
-from interdomain.titan.plan.dry_run import describe
-from interdomain.titan.plan.run_plan import make_plan, model_config
+from interdomain.titan.plan.dry_run import describe, table
+from interdomain.titan.plan.run_plan import in_steps, make_plan, model_config
 
 from ..common import REPOSITORY
 from .runs import parse as parse_flags
@@ -32,7 +32,7 @@ def plan_of(given="", ranks=1):
 def dry_run(given="", on_gpus=False):
     """Returns the dry run's table."""
     job = parse(given)
-    return describe(make_plan(job, 1, on_gpus), job, on_gpus)
+    return table(describe(make_plan(job, 1, on_gpus), job, on_gpus))
 
 
 def memory_of(job, plan):
@@ -69,6 +69,16 @@ def test_the_papers_runs(size, peak, tokens, steps):
     # On cards of 80 GB the scan's scores are kept, and there is room for the allocator.
     assert not plan.execution.recompute
     assert 12 * GIB < memory_of(job, plan) < 0.8 * 80e9
+
+
+@pytest.mark.parametrize(("ranks", "local_batch"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
+def test_the_debug_run_is_the_same_on_any_number_of_ranks(ranks, local_batch):
+    job = parse_flags(toml=CONFIGS / "debug.toml")
+    plan = make_plan(job, ranks, on_gpus=True)
+    assert (plan.local_batch, plan.accumulation) == (local_batch, 1)
+    assert (plan.steps, plan.tokens_per_step) == (400, 4_096)
+    # The loader and TorchTitan read the number from the configuration.
+    assert in_steps(job, plan).training.local_batch_size == local_batch
 
 
 REPLICAS = "--parallelism.data_parallel_replicate_degree"

@@ -50,6 +50,14 @@ REFUSED = [
     ("--mixer.condition=softmax --mixer.n_basis=8", "mixer.n_basis = 8 ... no layer reads it"),
     ("--training.local_batch_size=3", "training.global_batch_size = 8 must be a multiple of 6"),
     (
+        "--training.local_batch_size=-1 --training.global_batch_size=1",
+        "training.global_batch_size = 1 must be a multiple of 2",
+    ),
+    (
+        "--training.local_batch_size=-1 --training.global_batch_size=-1",
+        "each would follow from the other",
+    ),
+    (
         "--parallelism.data_parallel_shard_degree=4",
         "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",
     ),

@@ -1,6 +1,7 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -67,6 +68,24 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
     monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "check_data", str)
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
+
+
+def test_a_start_prints_which_run_it_is(tmp_path, monkeypatch, capsys):
+    def run(command, environment):
+        return REFUSED
+
+    def check_data(job):
+        return "some data"
+
+    monkeypatch.setattr(launch.torchrun, "run", run)
+    monkeypatch.setattr(launch, "check_data", check_data)
+    monkeypatch.setattr(launch, "refuse_idle_gpus", bool)
+    launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "2"])
+    *rows, hint, _ = capsys.readouterr().out.splitlines()
+    names = [row.split()[0] for row in rows]
+    assert names == ["model", "data", "steps", "memory", "output"]
+    assert "400 of 4,096 tokens on 2 " in rows[2]
+    assert "--dry-run" in hint
 
 
 @pytest.mark.parametrize(
@@ -232,6 +251,35 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     start("launch", "mine/venv/bin/python")
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "env/bin/python")
     start("launch", "mine/env/bin/python")
+
+
+def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
+    """In one line, which is rewritten. Into a file goes no control character."""
+    pip = """#!/bin/sh
+    case "$*" in *"pip install"*)
+        echo "Collecting torch==2.13.0"
+        while test -e hold; do sleep 0.1; done ;;
+    esac
+    """
+    checkout(pip, ".venv/bin/python")
+    Path("hold").touch()
+    terminal, end = pty.openpty()
+    with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as start:
+        os.close(end)
+        shown = ""
+        while shown.count("Collecting torch==2.13.0") < 2:
+            assert start.poll() is None, shown
+            shown += os.read(terminal, 1000).decode()
+        Path("hold").unlink()
+    os.close(terminal)
+    assert start.returncode == 0
+    first, progress = shown.split("\r\n", 1)
+    assert "log: .venv/install.log" in first
+    assert re.fullmatch(r"(\r +\d+ s  Collecting torch==2.13.0 *)+", progress)
+
+    Path("constraints.txt").write_text("torch==0\n")
+    printed = subprocess.check_output("./launch.sh", text=True)
+    assert printed == f"{first}\n"
 
 
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):

@@ -54,6 +54,22 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert not options.standalone
 
 
+def test_a_start_names_its_nodes(slurm, capsys, monkeypatch, tmp_path):
+    def check_data(job):
+        return "some data"
+
+    def run(command, environment):
+        return REFUSED
+
+    monkeypatch.setattr(launch, "check_data", check_data)
+    monkeypatch.setattr(_slurm, "run", run)
+    slurm("nid001", "nid002", GPUS_ON_NODE="4")
+    launch.main(["--job.dump_folder", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "400 of 4,096 tokens on 8 GPU rank(s) (1,638,400 tokens)" in printed
+    assert "2 x 4 rank(s): nid001, nid002 (SLURM job 4242)" in printed
+
+
 def test_one_node_meets_at_its_own_address(slurm, capsys):
     """The node's name need not resolve there, as in a container."""
     slurm("nid001", GPUS_ON_NODE="4")
@@ -72,7 +88,7 @@ def test_one_node_meets_at_its_own_address(slurm, capsys):
 )
 def test_ranks_per_node(slurm, capsys, variables, argv, ranks):
     slurm("a", **variables)
-    rows = dry_run(capsys, *argv.split(), "--training.global_batch_size", "64")
+    rows = dry_run(capsys, *argv.split())
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 

@@ -99,14 +99,14 @@ class Allocation:
         on_node = [python_here(), "-m", "interdomain.tools._start.torchrun", str(self.ranks)]
         return srun + on_node + torchrun_command(config, flags, self.ranks, restarts, rendezvous)
 
-    def describe(self) -> str:
-        """Returns the dry run's rows: the nodes, and the site's variables as they are set."""
+    def describe(self) -> dict[str, str]:
+        """Returns rows of the plan: the nodes, and the site's variables as they are set."""
         variables = []
         for name in self.site:
             if not name.startswith("INTERDOMAIN_"):
                 variables.append(f"{name}={shlex.quote(self.environment[name])}")
         nodes = f"{len(self.hosts)} x {self.ranks} rank(s): {', '.join(self.hosts)} (SLURM job {self.job})"
-        return f"{'nodes':>18}  {nodes}\n{'site':>18}  {' '.join(variables) or 'sets nothing'}"
+        return {"nodes": nodes, "site": " ".join(variables) or "sets nothing"}
 
 
 def read_site(name: str) -> dict[str, str]:

@@ -75,8 +75,10 @@ from .variant import (
     record_run,
 )
 
-# Settings whose resolved values TorchTitan's trainer reads: lengths in steps, and expanded paths.
+# Settings whose resolved values TorchTitan's trainer reads: the batch, lengths in steps, and
+# expanded paths.
 RESOLVED = (
+    "training.local_batch_size",
     "training.steps",
     "training.tokens",
     "lr_scheduler.warmup_steps",

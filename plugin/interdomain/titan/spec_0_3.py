@@ -29,7 +29,7 @@ from .host import (
 )
 from .host.patches import use_cpu_if_alone
 from .plan.device import device_here
-from .plan.run_plan import RunPlan, make_plan_for_torchtitan
+from .plan.run_plan import RunPlan, in_steps, make_plan_for_torchtitan
 from .settings.job_config import job_config_of, job_config_of_values
 from .settings.problems import Problems
 from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Model
@@ -317,7 +317,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
 
     Args:
         config: TorchTitan's configuration. Values that follow from the plan are set in it.
-        model: The model in it. `job` has TorchTitan's values already.
+        model: The model in it. `job` has TorchTitan's values already, and gets its lengths in steps.
 
     Raises:
         ValueError: The configuration cannot run.
@@ -330,6 +330,9 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         parallelism.pipeline_parallel_microbatch_size,
     )
     model.plan = plan
+    model.job = job = in_steps(job, plan)
+    config.training.steps = plan.steps
+    config.training.local_batch_size = job.training.local_batch_size
     # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     parallelism.context_parallel_load_balancer = None
     config.loss.global_vocab_size = plan.config.vocab_size

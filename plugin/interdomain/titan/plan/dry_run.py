@@ -1,4 +1,4 @@
-"""The table that a dry run prints: a plan, and the costs of its steps."""
+"""The tables of a plan: the whole one that a dry run prints, and the few rows of a start."""
 
 import torch
 
@@ -18,8 +18,42 @@ GIB = 2**30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, in float32
 
 
-def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
-    """Returns the dry run's table as text.
+def table(rows: dict[str, str]) -> str:
+    """Returns rows as text, with their names in a column.
+
+    Args:
+        rows: Values by name.
+    """
+    return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+
+def summarize(plan: RunPlan, job: JobConfig, data: str, on_gpus: bool = False) -> dict[str, str]:
+    """Returns the rows that a start prints: whether it is the right run shows in them.
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+        data: A description of the data.
+        on_gpus: As for `describe`.
+    """
+    device = "GPU"
+    if not on_gpus and device_here().type == "cpu":
+        device = "CPU"
+    memory = sum(cost_model(plan, job).memory().values()) / GIB
+    return {
+        "model": _describe_model(plan),
+        "data": data,
+        "steps": (
+            f"{plan.steps:,} of {plan.tokens_per_step:,} tokens on {plan.topology.ranks} {device} "
+            f"rank(s) ({plan.tokens:,} tokens)"
+        ),
+        "memory": f"about {memory:.2f} GiB per device",
+        "output": job.job.dump_folder,
+    }
+
+
+def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> dict[str, str]:
+    """Returns all rows of a plan.
 
     Args:
         plan: The plan of the run.
@@ -36,7 +70,7 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
             f"{min(plan.milestones):,}"
         )
     rows |= _rows_of_kernels(plan, None if on_gpus else device_here())
-    return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+    return rows
 
 
 def _rows_of_run(plan: RunPlan) -> dict[str, str]:
@@ -53,7 +87,7 @@ def _rows_of_run(plan: RunPlan) -> dict[str, str]:
             f"{plan.topology.data_ranks} group(s) of {context} ranks with {tokens} tokens each"
         )
     return {
-        "model": f"{plan.cell} ({plan.n_params:,} parameters)",
+        "model": _describe_model(plan),
         "state": _describe_state(plan),
         "FLOPs": (
             f"{plan.flops_per_token:.4g} per token, {plan.flops:.4g} in all (forward and backward)"
@@ -131,6 +165,10 @@ def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, st
         width = max(mixer.conv_width or 0 for mixer in config.mixers)
         rows["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)[1]
     return rows
+
+
+def _describe_model(plan: RunPlan) -> str:
+    return f"{plan.cell} ({plan.n_params:,} parameters)"
 
 
 def _describe_state(plan: RunPlan) -> str:

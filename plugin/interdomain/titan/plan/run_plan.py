@@ -170,22 +170,20 @@ def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
         job: The configuration of the run.
         world_size: Number of ranks.
     """
-    training = job.training
     parallel = job.parallelism
 
     # The model, and the ranks that divide it.
     config = model_config(job)
     mesh = topology(parallel, world_size)
+    job = with_batch(job, mesh.data_ranks)
+    training = job.training
     modules = pipeline_stages(parallel, config.n_layers)
     check_topology(job, config, device)
 
-    # The batch of a step. By default each rank computes one micro-batch.
-    at_once = training.local_batch_size * mesh.data_ranks
+    # The batch of a step.
+    check_batch(job, mesh.data_ranks, mesh.pipeline)
     global_batch = training.global_batch_size
-    if global_batch < 0:
-        global_batch = at_once
-    check_batch(job, mesh.data_ranks, mesh.pipeline, global_batch)
-    micro_batches = global_batch // at_once
+    micro_batches = global_batch // (training.local_batch_size * mesh.data_ranks)
     check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
 
     # The length of the run.
@@ -241,30 +239,59 @@ def make_plan_for_torchtitan(
     """
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
-    check_micro_batches(job, micro_batch)
     mesh = topology(job.parallelism, world_size)
-    global_batch = job.training.global_batch_size
-    if global_batch < 0:
-        global_batch = job.training.local_batch_size * mesh.data_ranks
+    job = with_batch(job, mesh.data_ranks)
+    check_micro_batches(job, micro_batch)
     # `check_micro_batches` has checked the pipeline; this checks the rest, as without one.
-    check_batch(job, mesh.data_ranks, 1, global_batch)
+    check_batch(job, mesh.data_ranks, 1)
     divided = {
-        "training.global_batch_size": global_batch,
         "training.local_batch_size": micro_batch,
         "validation.local_batch_size": micro_batch,
     }
     return make_plan(job.changed(divided), world_size)
 
 
+def with_batch(job: JobConfig, data_ranks: int) -> JobConfig:
+    """Returns the configuration with numbers of sequences in place of -1.
+
+    Args:
+        job: The configuration of the run.
+        data_ranks: Groups of ranks that read samples of their own.
+
+    Raises:
+        ValueError: Both sizes of the batch are -1.
+    """
+    local_batch = job.training.local_batch_size
+    global_batch = job.training.global_batch_size
+    if local_batch < 0 and global_batch < 0:
+        raise ValueError(
+            "training.local_batch_size = -1 with training.global_batch_size = -1: each would follow "
+            "from the other. Set one of the two to a number of sequences."
+        )
+    if global_batch < 0:
+        global_batch = local_batch * data_ranks
+    if local_batch < 0:
+        # With more ranks than sequences it is 1, and `check_batch` says so.
+        local_batch = max(1, global_batch // data_ranks)
+    return job.changed(
+        {
+            "training.local_batch_size": local_batch,
+            "training.global_batch_size": global_batch,
+        }
+    )
+
+
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
-    """Returns the configuration with its lengths in steps, as TorchTitan reads them.
+    """Returns the configuration as TorchTitan reads it: lengths in steps, the local batch a number.
 
     Args:
         job: The configuration of the run.
         plan: The plan of the run.
     """
+    batch = with_batch(job, plan.topology.data_ranks).training
     return job.changed(
         {
+            "training.local_batch_size": batch.local_batch_size,
             "training.steps": plan.steps,
             "training.tokens": 0,
             "lr_scheduler.warmup_steps": plan.warmup_steps,

@@ -247,19 +247,19 @@ def _check_pipelined_validation(job: JobConfig) -> Iterator[str]:
 
 
 @raises_all
-def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: int) -> Iterator[str]:
+def check_batch(job: JobConfig, data_ranks: int, pipeline: int) -> Iterator[str]:
     """Checks that a step's sequences divide over ranks and over a pipeline's micro-batches.
 
     Args:
-        job: The configuration of the run.
+        job: The configuration of the run, with both sizes of the batch (`with_batch`).
         data_ranks: Groups of ranks that read samples of their own.
         pipeline: Ranks that share the layers.
-        global_batch: Sequences of a step.
 
     Raises:
         SettingsError: They do not divide.
     """
     local = job.training.local_batch_size
+    global_batch = job.training.global_batch_size
     if global_batch % (local * data_ranks):
         yield (
             f"training.global_batch_size = {global_batch} must be a multiple of "

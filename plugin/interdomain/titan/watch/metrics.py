@@ -102,16 +102,10 @@ class InterdomainMetrics(MetricsProcessor):
             worst_loss: Mean loss per token of the rank where it is highest.
             grad_norm: Norm of all gradients before clipping.
         """
-        # Time per step since the last log or validation. TorchTitan divides by log_freq, which is
-        # wrong after the first step and after a validation.
-        seconds = time.perf_counter() - self.time_last_log
-        # Its list of loading times has an entry for each micro-batch since then.
-        steps_since = len(self.data_loading_times) // self.plan.accumulation
         extra = {
             "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
-            "time_metrics/end_to_end(s)": seconds / steps_since,
         }
 
         # The optimizer: learning rates and gradient norms by group, skipped steps.
@@ -127,11 +121,28 @@ class InterdomainMetrics(MetricsProcessor):
             if step == 1 or step // freq > previous // freq:
                 extra |= mixer_statistics(self.model_parts, self.meshes)
 
-        self.log(step, loss, worst_loss, grad_norm, extra)
-        self._log_progress(step)
+        # Time per step since the last log or validation. TorchTitan divides by log_freq, which is
+        # wrong after the first step and after a validation.
+        seconds = time.perf_counter() - self.time_last_log
+        # Its list of loading times has an entry for each micro-batch since then.
+        steps_since = len(self.data_loading_times) // self.plan.accumulation
+        extra["time_metrics/end_to_end(s)"] = seconds / steps_since
+        # The throughput of all ranks together. TorchTitan's is that of one.
+        tokens_per_second = self.plan.tokens_per_step * steps_since / seconds
+        extra["machine/tokens_per_second"] = tokens_per_second
 
-    def _log_progress(self, step: int) -> None:
-        """Prints how far the run is, and from the second log on, how long it will still take."""
+        self.log(step, loss, worst_loss, grad_norm, extra)
+        self._log_progress(step, tokens_per_second)
+
+    def _log_progress(self, step: int, tokens_per_second: float) -> None:
+        """Prints how far and how fast the run is, and how long it will still take.
+
+        The first log has no such line: the step that it follows compiles and connects.
+
+        Args:
+            step: The step that was taken.
+            tokens_per_second: Throughput of all ranks together.
+        """
         now = time.monotonic()
         if self.first_log is None:
             self.first_log = (step, now)
@@ -140,9 +151,10 @@ class InterdomainMetrics(MetricsProcessor):
         seconds_per_step = (now - first_time) / (step - first_step)
         steps = self.plan.steps
         logger.info(
-            "%5.1f %% of %d steps, %s left",
+            "%5.1f %% of %d steps, %s tokens per second on all ranks, %s left",
             100 * step / steps,
             steps,
+            f"{tokens_per_second:,.0f}",
             timedelta(seconds=round(seconds_per_step * (steps - step))),
         )
 

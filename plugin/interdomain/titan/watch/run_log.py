@@ -86,7 +86,6 @@ class RunLog(BaseLogger):
             first_step: The first step after this start.
             fingerprints: Fingerprints of the training and validation texts.
         """
-        self.plan = plan
         self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
 
@@ -115,7 +114,7 @@ class RunLog(BaseLogger):
         if self.writer is None:
             return
         try:
-            for tag, value in with_our_tags(metrics, self.plan).items():
+            for tag, value in with_our_tags(metrics).items():
                 self.writer.add_scalar(tag, value, step)
             # A run that is killed must not lose the last two minutes, TensorBoard's default.
             self.writer.flush()
@@ -153,7 +152,6 @@ class WandbLog(BaseLogger):
         """
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self.plan = plan
         id_file = folder / "wandb_id"
         if not id_file.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -170,26 +168,22 @@ class WandbLog(BaseLogger):
         logger.info("Weights & Biases: run %s of project %s", self.run.id, self.run.project)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.run.log({"step": step, **with_our_tags(metrics, self.plan)})
+        self.run.log({"step": step, **with_our_tags(metrics)})
 
     def close(self) -> None:
         self.run.finish()
 
 
-def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    """Returns metrics with this plugin's tags, and with the throughput of all ranks.
+def with_our_tags(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns metrics with this plugin's tags, too.
 
     Args:
         metrics: Scalars by TorchTitan's tags.
-        plan: The plan of the run.
     """
     metrics = dict(metrics)
     for tag, our_tag in RENAMED.items():
         if tag in metrics:
             metrics[our_tag] = metrics[tag]
-    # TorchTitan has the throughput of one rank.
-    if "throughput(tps)" in metrics:
-        metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
 
 
