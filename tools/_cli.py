@@ -35,7 +35,7 @@ KINDS_OF_SOURCES = ("hf:", "debian:")
 # The packages of each optional dependency (`pip install 'interdomain[train]'`) that commands import
 # only when they need them.
 EXTRAS = {
-    "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
+    "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "matplotlib", "triton"),
     "data": ("pyarrow", "datasets", "tokenizers", "tiktoken", "google"),
     "eval": ("lm_eval", "accelerate", "transformers"),
 }
