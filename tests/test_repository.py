@@ -19,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import interdomain
 from interdomain import patches
 from interdomain.removed import REMOVED
 from interdomain.tools import _cli, main
@@ -473,6 +474,11 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
         pattern = use_removed(name)
         assert instead in capsys.readouterr().err
         assert [path for path, text in others.items() if re.search(pattern, text)] == [], name
+
+
+def test_the_version_is_the_same_everywhere():
+    (cited,) = re.findall(r"^version: (.*)", (REPOSITORY / "CITATION.cff").read_text(), re.M)
+    assert PYPROJECT["project"]["version"] == interdomain.__version__ == cited
 
 
 def pinned_versions(file):

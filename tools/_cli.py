@@ -31,12 +31,15 @@ DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
 # An exported model is a folder: weights, configuration, tokenizer and model code.
 EXPORTED_MODEL = "exported model (a folder that interdomain convert made)"
 
+# The end of each command's help. A wheel does not have the pages.
+PAGES = "The folder docs is in the repository and in the source distribution."
+
 # Prefixes of an input of prepare-data; the name of a data set or a folder follows.
 KINDS_OF_SOURCES = ("hf:", "debian:")
 # The packages of each optional dependency (`pip install 'interdomain[train]'`) that commands import
 # only when they need them.
 EXTRAS = {
-    "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
+    "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "matplotlib", "triton"),
     "data": ("pyarrow", "datasets", "tokenizers", "tiktoken", "google"),
     "eval": ("lm_eval", "accelerate", "transformers"),
 }
@@ -109,7 +112,7 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
         name,
         usage=" ".join([name, *usage.split(), "[OPTIONS]"]),
         description=above,
-        epilog=f"examples:\n    {line}\n    {below}",
+        epilog=f"examples:\n    {line}\n    {below.rstrip()}\n{PAGES}",
         formatter_class=Help,
         # An option of an older version must not be taken for the beginning of another.
         allow_abbrev=False,

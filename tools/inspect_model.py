@@ -6,7 +6,7 @@ For a text, every layer and head gets an attention map; for a recurrence it is t
 recurrence implies. A layer of interdomain attention also gets its pairing: which value a query
 reads that matches a key. Every recurrence gets its timescales, the share of its modes at the bound
 on the decay, and the scale of its readout. Written are inspect.json and inspect.md (numbers) and
-maps.safetensors (maps). With matplotlib there are pictures too.
+maps.safetensors (maps). With matplotlib (the extra train) there are pictures.
 
     interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
@@ -252,7 +252,9 @@ def main(argv: list[str] | None = None) -> int:
         save_file(maps, folder / "maps.safetensors")
         drawn = draw(folder, layers, labels)
     print(page)
-    pictures = f"{drawn} pictures" if drawn else "no pictures: matplotlib is not installed"
+    pictures = f"{drawn} pictures"
+    if not drawn:
+        pictures = f"no pictures: matplotlib is not installed ({_cli.install_command('train')})"
     print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")
     return 0
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from interdomain.removed import removal_of
-from interdomain.tools._cli import user_errors
+from interdomain.tools._cli import PAGES, user_errors
 
 # The file of each command. A command has its module's name, with dashes.
 FILES = sorted(Path(__file__).parent.glob("[a-z]*.py"))
@@ -23,7 +23,8 @@ Prepare data, train, convert, generate, evaluate and measure.
 
 {commands}
 
-`interdomain COMMAND --help` explains one command. docs/start.md shows a first run."""
+`interdomain COMMAND --help` explains one command. docs/start.md shows a first run.
+{pages}"""
 
 
 def summary(tool: Path) -> str:
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]
-        print(USAGE.format(commands="\n".join(lines)), flush=True)
+        print(USAGE.format(commands="\n".join(lines), pages=PAGES), flush=True)
         return 0
     name, *arguments = words
     if removal := removal_of(name):

@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from interdomain.tools._cli import (
     user_errors,
 )
 
+LOG_SECONDS = 10.0  # between two lines of progress in a log
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 # Options that only one kind of corpus reads.
 TEXT_OPTIONS = ("text_field", "max_bytes", "leave_out_bad", "tokenizer", "vocab_size", "workers")
@@ -311,16 +312,22 @@ def prepare_text(args: argparse.Namespace) -> None:
 
 
 def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
-    """Returns a progress bar that moves in a terminal and writes one line a minute in a log.
+    """Returns a progress bar that moves in a terminal and writes lines in a log.
 
     Args:
         iterable: The items to count as they pass. None if the caller updates the bar.
         **options: Other arguments of tqdm.
     """
-    seconds = 60.0
     if sys.stderr.isatty():
-        seconds = 0.1
-    return tqdm(iterable, mininterval=seconds, delay=seconds, **options)
+        return tqdm(iterable, delay=0.1, **options)
+    # tqdm writes over what it wrote. In a log each state gets a line, without the bar.
+    return tqdm(
+        iterable,
+        mininterval=LOG_SECONDS,
+        delay=LOG_SECONDS,
+        bar_format="{l_bar}{r_bar}\n",
+        **options,
+    )
 
 
 def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> Tokenizer:
@@ -332,11 +339,17 @@ def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> 
         spans: The pieces of all input files.
     """
     documents = documents_of(spans, args.text_field, leave_out_bad=args.leave_out_bad)
-    bar = progress_bar(documents, desc="training the tokenizer", unit=" documents")
-    # Validation text stays unseen by the tokenizer, too.
-    training = (text for text in bar if not in_validation(text, args.validation_fraction))
+
+    def training() -> Iterator[str]:
+        for text in progress_bar(documents, desc="reading", unit=" documents"):
+            # Validation text stays unseen by the tokenizer, too.
+            if not in_validation(text, args.validation_fraction):
+                yield text
+        # sentencepiece has read everything. From here on it shows no progress.
+        print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
+
     path = work / SentencePieceTokenizer.file
-    write_atomically(path, train_sentencepiece(training, args.vocab_size))
+    write_atomically(path, train_sentencepiece(training(), args.vocab_size))
     return load_tokenizer(path)
 
 

@@ -103,7 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--output",
         type=path_argument,
         metavar="DIR",
-        help=f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png",
+        help=f"{OUTPUT}: study.md, study.json and study.png",
     )
     args = p.parse_args(argv)
     if args.command == "run":
@@ -236,15 +236,13 @@ def show(paths: list[Path], output: Path | None) -> None:
     print(text, end="")
     if not output:
         return
-    # Write the report.
+    # Draw first: an installation without matplotlib writes nothing.
+    figure = figure_of(list(tables.panels(runs).values()))
     output.mkdir(parents=True, exist_ok=True)
     (output / "study.json").write_text(json.dumps({"cells": tables.rows(groups)}, indent=1) + "\n")
     (output / "study.md").write_text(text)
-    try:
-        figure_of(list(tables.panels(runs).values())).savefig(output / "study.png")
-        print(f"wrote {output}")
-    except ImportError:
-        print(f"wrote {output}, without a figure: matplotlib is not installed")
+    figure.savefig(output / "study.png")
+    print(f"wrote {output}")
 
 
 @user_errors

@@ -433,3 +433,12 @@ def test_a_full_disk(sources, prepare, tmp_path, monkeypatch):
     monkeypatch.setattr("interdomain.data.indexed.sync", full)
     prepare(sources, words="No space left on device")
     assert os.listdir(tmp_path) == [".out.unfinished"]
+
+
+def test_a_log_has_lines_of_progress(sources, prepare, small_parts, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data, "LOG_SECONDS", 0.0)
+    prepare(sources / "rows.jsonl")
+    lines = capsys.readouterr().err.split("\n")
+    shown = [line for line in lines if line.startswith("\rtokenising (processes: 1): ")]
+    assert len(shown) > 3
+    assert "100%" in shown[-1]

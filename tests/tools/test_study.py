@@ -60,6 +60,7 @@ def write(tmp_path):
 def show(output, *runs):
     """Returns the cells that `study show --output` wrote, and the page."""
     assert study.main(["show", *runs, "--output", str(output)]) == 0
+    assert (output / "study.png").read_bytes().startswith(b"\x89PNG")
     cells = json.loads((output / "study.json").read_text())["cells"]
     return cells, (output / "study.md").read_text()
 
@@ -153,9 +154,7 @@ def test_an_interval_is_over_documents_and_seeds(nats, labels):
     assert interval_of(draws) == pytest.approx([math.exp(2), math.exp(3)])
 
 
-def test_the_fingerprint_of_the_text_counts_and_not_its_folder(write, tmp_path, monkeypatch):
-    """There is no figure without matplotlib."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_the_fingerprint_of_the_text_counts_and_not_its_folder(write, tmp_path):
     softmax = write("softmax", "softmax", LOSSES["softmax"])
     moved = write("moved", "interdomain", LOSSES["interdomain"], "--data.corpus moved")
     (ours, _), page = show(tmp_path / "same text", softmax, moved)

@@ -536,11 +536,16 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         # A tiktoken.json begins with its format's name.
         if TIKTOKEN_FORMAT.encode() in Path(path).read_bytes()[:100]:
             kind = TiktokenTokenizer
-    with library_errors(
-        f"{path} is not a tokenizer: a sentencepiece .model, a Hugging Face tokenizer.json with its {CONFIG_FILE}, tiktoken's "
-        f"X.tiktoken with X.json beside it ({', '.join(TIKTOKEN_FIELDS)}), or {TIKTOKEN_PREFIX}NAME, which needs a network or "
-        "TIKTOKEN_CACHE_DIR"
-    ):
+    message = (
+        f"{path} is not a tokenizer: a sentencepiece .model, a Hugging Face tokenizer.json with its {CONFIG_FILE}, or "
+        f"tiktoken's X.tiktoken with X.json beside it ({', '.join(TIKTOKEN_FIELDS)})"
+    )
+    if by_name:
+        message = (
+            f"{path} cannot be opened. tiktoken must know the name, and have the encoding's file: it downloads it, or finds "
+            "it in the folder that the variable TIKTOKEN_CACHE_DIR names (docs/data.md, Tokenizers)"
+        )
+    with library_errors(message):
         tokenizer = kind(path)
     tokenizer.documents = prepared_documents(tokenizer)
     return tokenizer
