@@ -11,14 +11,22 @@ from interdomain.model.transformer import mixer_class
 
 from ..settings.schema import JobConfig
 from .costs import cost_model
-from .device import device_here
+from .device import Gpu, device_here
 from .run_plan import RunPlan
 
 GIB = 2**30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, in float32
+# Fraction of a GPU's memory up to which a run fits without doubt. Traced memory was at most 1.45
+# times the estimate (docs/parallelism.md).
+SURE_TO_FIT = 0.7
 
 
-def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
+def describe(
+    plan: RunPlan,
+    job: JobConfig,
+    on_gpus: bool = False,
+    gpu: Gpu | None = None,
+) -> str:
     """Returns the dry run's table as text.
 
     Args:
@@ -26,9 +34,10 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
         job: The configuration of the run.
         on_gpus: The ranks are those of other machines, which have GPUs. Otherwise they are those of
             this machine.
+        gpu: The GPU of each rank. None if it is not known.
     """
     rows = _rows_of_run(plan)
-    rows |= _rows_of_step(plan, job)
+    rows |= _rows_of_step(plan, job, gpu)
     if plan.milestones:
         size = BYTES_PER_PARAMETER * plan.n_params / 1e9
         rows["milestones"] = (
@@ -69,12 +78,13 @@ def _rows_of_run(plan: RunPlan) -> dict[str, str]:
     }
 
 
-def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
+def _rows_of_step(plan: RunPlan, job: JobConfig, gpu: Gpu | None) -> dict[str, str]:
     """Returns the rows of a step's costs on the rank that has the largest.
 
     Args:
         plan: The plan of the run.
         job: The configuration of the run.
+        gpu: The GPU of each rank. None if it is not known.
     """
     costs = cost_model(plan, job)
     rows = {}
@@ -90,6 +100,7 @@ def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
     memory = costs.memory()
     categories = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows["memory per device"] = f"about {sum(memory.values()) / GIB:.2f} GiB ({categories})"
+    rows["fits"] = _describe_fit(sum(memory.values()), gpu)
     traffic = costs.traffic()
     axes = ", ".join(f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size)
     received = sum(traffic.values()) / GIB
@@ -102,6 +113,25 @@ def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
             f"training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
         )
     return rows
+
+
+def _describe_fit(needed: int, gpu: Gpu | None) -> str:
+    """Returns whether a rank fits on its GPU.
+
+    Args:
+        needed: Estimate of the rank's peak memory in bytes.
+        gpu: The GPU. None if it is not known.
+    """
+    if gpu is None:
+        return "not known: no GPU is here, and no --site names one"
+    share = needed / gpu.memory
+    if share <= SURE_TO_FIT:
+        answer = "yes"
+    elif share <= 1:
+        answer = "perhaps"
+    else:
+        answer = "NO"
+    return f"{answer}: {share:.0%} of {gpu.memory / GIB:.1f} GiB ({gpu.name})"
 
 
 def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, str]:
