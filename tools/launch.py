@@ -10,6 +10,7 @@ salloc) it uses every GPU of every node. To continue a run that stopped, repeat 
     ./launch.sh
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
+    ./launch.sh train_configs/1.3B.toml --dry-run --site isambard-ai --nodes 8
 
 Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130
 ended by a second Ctrl-C; others are torchrun's
@@ -183,11 +184,11 @@ def check_data(job: "JobConfig", dry_run: bool = False, samples: int = 0) -> str
     # How often the run reads each corpus.
     epochs = dataset.epochs(samples)
     if max(epochs) > 1:
-        times = ", ".join(f"{number:,.1f}" for number in epochs)
-        line += f", read {times} times"
+        numbers = ", ".join(f"{number:,.2f}" for number in epochs)
+        line += f", for {numbers} epochs"
     if max(epochs) > MAX_EPOCHS:
         warn(
-            f"the run reads its data {max(epochs):,.1f} times. After {MAX_EPOCHS} epochs old tokens teach less than new ones: "
+            f"the run reads its data for {max(epochs):,.2f} epochs. After {MAX_EPOCHS} old tokens teach less than new ones: "
             "prepare more data, or set a smaller training.tokens."
         )
     return line

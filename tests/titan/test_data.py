@@ -48,8 +48,8 @@ def take_rows(loader, n):
     ("epochs", "said", "warned"),
     [
         (0.5, "", ""),
-        (2.5, ", read 2.5 times", ""),
-        (9, ", read 9.0 times", "reads its data 9.0 times"),
+        (2.5, ", for 2.50 epochs", ""),
+        (9, ", for 9.00 epochs", "reads its data for 9.00 epochs"),
     ],
 )
 def test_the_launcher_says_how_often_the_data_are_read(corpus, capsys, epochs, said, warned):
