@@ -10,6 +10,7 @@ salloc) it uses every GPU of every node. To continue a run that stopped, repeat 
     ./launch.sh
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
+    ./launch.sh train_configs/1.3B.toml --dry-run --site isambard-ai --nodes 8
 
 Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130
 ended by a second Ctrl-C; others are torchrun's
@@ -48,6 +49,8 @@ EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard libra
 CPU_RANKS = 2  # processes of a run on a machine without GPUs
 # Values of CUDA_VISIBLE_DEVICES for no GPU: by the user, and by SLURM for a job without any.
 NO_GPUS = ("", "-1", "NoDevFiles")
+# Epochs after which data that are read again teach less than new data (arXiv 2305.16264).
+MAX_EPOCHS = 4
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -70,6 +73,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         metavar="N",
         help="processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)",
+    )
+    p.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="with --dry-run: plan for N nodes of the site (default: the nodes of the SLURM job, else 1)",
     )
     p.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks"
@@ -96,7 +105,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(
                 "give the configuration file without --job.config_file: ./launch.sh FILE.toml"
             )
-    require_at_least(args, ranks=1)
+    require_at_least(args, ranks=1, nodes=1)
+    if args.nodes and not args.dry_run:
+        raise ValueError(
+            f"--nodes {args.nodes} is for --dry-run. A run is on all nodes of its SLURM job: give --nodes to sbatch or salloc."
+        )
     args.config = DEFAULT_CONFIG
     if files:
         args.config = files[0]
@@ -118,14 +131,20 @@ def refuse_idle_gpus() -> None:
         )
 
 
-def check_data(job: "JobConfig", dry_run: bool = False) -> str:
+def warn(text: str) -> None:
+    """Prints what may be a mistake of the user's."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def check_data(job: "JobConfig", dry_run: bool = False, samples: int = 0) -> str:
     """Opens the tokenizer and the data as the run will.
 
-    The embedded corpus is prepared if it is not there.
+    The embedded corpus is prepared if it is not there. Data that are read many times are warned of.
 
     Args:
         job: The settings of the run.
         dry_run: True prepares nothing, and describes missing data instead of raising an error.
+        samples: The number of sequences that the run reads.
 
     Returns:
         A description of the data.
@@ -150,15 +169,29 @@ def check_data(job: "JobConfig", dry_run: bool = False) -> str:
     # Open what the run will open.
     try:
         tokenizer = open_tokenizer(job)
-        tokens = open_dataset(job, "train").num_tokens
-        line = f"{job.data.corpus} ({tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+        dataset = open_dataset(job, "train")
+        line = (
+            f"{job.data.corpus} ({dataset.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+        )
         if job.validation.enable:
             line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     except FileNotFoundError as e:
         if dry_run:
             return f"NOT HERE: {e}"
         raise
-    return f"{line})"
+    line += ")"
+
+    # How often the run reads each corpus.
+    epochs = dataset.epochs(samples)
+    if max(epochs) > 1:
+        numbers = ", ".join(f"{number:,.2f}" for number in epochs)
+        line += f", for {numbers} epochs"
+    if max(epochs) > MAX_EPOCHS:
+        warn(
+            f"the run reads its data for {max(epochs):,.2f} epochs. After {MAX_EPOCHS} old tokens teach less than new ones: "
+            "prepare more data, or set a smaller training.tokens."
+        )
+    return line
 
 
 def next_steps(job: "JobConfig") -> str:
@@ -192,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     args, flags = parse(argv)
 
     # TorchTitan and tyro, of the extra `train`, are imported from here on.
+    from interdomain.titan.plan.device import gpu_here
     from interdomain.titan.plan.dry_run import describe, summarize, table
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.settings.job_config import read_job_config
@@ -203,28 +237,42 @@ def main(argv: list[str] | None = None) -> int:
 
     # The plan, and the command that starts it on this machine or on the nodes of an allocation.
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
-    nodes = slurm.allocation(args.site, args.ranks, ranks)
+    nodes = slurm.allocation(args.site, args.ranks, ranks, args.dry_run, args.nodes)
     on_gpus = False
     rows_of_nodes = {}
+    gpu = gpu_here()
+    command = []
     if nodes:
         on_gpus = nodes.has_gpus
+        gpu = nodes.gpu or gpu
         rows_of_nodes = nodes.describe()
-        plan = make_plan(job, nodes.ranks * len(nodes.hosts), on_gpus)
-        command = nodes.command(args.config, flags, args.max_restarts)
+        plan = make_plan(job, nodes.ranks * nodes.n_nodes, on_gpus)
+        # There is no command for nodes that no job has.
+        if nodes.job:
+            command = nodes.command(args.config, flags, args.max_restarts)
+        if 0 < nodes.cpus < nodes.ranks:
+            warn(
+                f"the job has {nodes.cpus} CPU(s) for the {nodes.ranks} ranks of a node, which is slow. Give sbatch or salloc "
+                "more, such as --ntasks-per-node=1 --cpus-per-task=N."
+            )
     else:
         plan = make_plan(job, ranks)
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
 
     # A dry run prints the whole plan. It may be on a login node, without data and GPUs.
+    samples = plan.steps * plan.global_batch
     if args.dry_run:
-        rows = describe(plan, job, on_gpus) | rows_of_nodes
-        print(table(rows | {"command": shlex.join(command)}), flush=True)
-        print(table({"data": check_data(job, dry_run=True), "output": job.job.dump_folder}))
+        rows = describe(plan, job, on_gpus, gpu) | rows_of_nodes
+        if command:
+            rows["command"] = shlex.join(command)
+        print(table(rows), flush=True)
+        data = check_data(job, dry_run=True, samples=samples)
+        print(table({"data": data, "output": job.job.dump_folder}))
         return 0
 
     # A start prints the rows that tell the runs of a user apart.
     refuse_idle_gpus()
-    rows = summarize(plan, job, check_data(job), on_gpus)
+    rows = summarize(plan, job, check_data(job, samples=samples), on_gpus, gpu)
     print(table(rows | rows_of_nodes))
     print("--dry-run prints the whole plan.\n", flush=True)
 

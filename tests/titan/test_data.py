@@ -11,6 +11,7 @@ from interdomain.titan.data.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.watch.validate import FixedValidator
+from interdomain.tools import launch
 
 from .conftest import refusal
 from .runs import parse
@@ -41,6 +42,24 @@ def take(loader, n):
 def take_rows(loader, n):
     """Returns the inputs of n batches, [n * B, T]."""
     return torch.cat([inputs["input"] for inputs, _ in take(loader, n)])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said", "warned"),
+    [
+        (0.5, "", ""),
+        (2.5, ", for 2.50 epochs", ""),
+        (9, ", for 9.00 epochs", "reads its data for 9.00 epochs"),
+    ],
+)
+def test_the_launcher_says_how_often_the_data_are_read(corpus, capsys, epochs, said, warned):
+    samples = round(epochs * len(packed(corpus)))
+    line = launch.check_data(parse("", corpus), samples=samples)
+    _, _, after = line.partition(")")
+    assert after == said
+    warning = capsys.readouterr().err
+    assert warned in warning
+    assert bool(warning) == bool(warned)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

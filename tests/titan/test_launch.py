@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,9 @@ def nodes(tmp_path_factory, corpus):
     command += ["--job.dump_folder", str(folder / "run"), "--data.corpus", str(corpus)]
     said = ""
     with pytest.MonkeyPatch.context() as patch:
-        slurm_stand_in.allocations(folder, patch)("localhost", "localhost")
+        end_time = str(int(time.time()) + 86400)
+        slurm = slurm_stand_in.allocations(folder, patch)
+        slurm("localhost", "localhost", JOB_END_TIME=end_time)
         with subprocess.Popen(
             command,
             cwd=REPOSITORY,
@@ -55,7 +58,8 @@ def nodes(tmp_path_factory, corpus):
 
 def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, capsys):
     assert nodes.status == launch.CONTINUE, nodes.said[-5000:]
-    left = int(re.search(r"leaving after step (\d+) \(SIG", nodes.said)[1])
+    leaving = r"leaving after step (\d+) \(SIG\w+, \d+ s before the job's time limit\)"
+    left = int(re.search(leaving, nodes.said)[1])
     assert (nodes.folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all
     assert "Traceback" not in nodes.said

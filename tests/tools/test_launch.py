@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", str)
+    monkeypatch.setattr(launch, "check_data", mock.Mock())
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
 
 

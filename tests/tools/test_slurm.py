@@ -92,6 +92,38 @@ def test_ranks_per_node(slurm, capsys, variables, argv, ranks):
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
+@pytest.mark.parametrize(
+    ("argv", "nodes", "batch"),
+    [
+        ("", 1, "4 per rank x 4 rank(s) x 8 "),
+        ("--nodes 8", 8, "4 per rank x 32 rank(s) x 1 "),
+        ("--nodes 2 --ranks 1", 2, "4 per rank x 2 rank(s) x 16 "),
+    ],
+)
+def test_a_dry_run_on_a_login_node_plans_for_the_site_s_gpus(slurm, capsys, argv, nodes, batch):
+    slurm(JOB_ID="")
+    argv = ["train_configs/1.3B.toml", "--site", "isambard-ai", *argv.split()]
+    rows = dry_run(capsys, *argv)
+    assert rows["nodes"].startswith(f"{nodes} x ")
+    assert batch in rows["batch"]
+    assert rows["scan"] == "chunkwise (Triton kernels)"
+    assert "command" not in rows
+
+
+@pytest.mark.parametrize(("local_batch", "answer"), [(4, "yes"), (8, "perhaps"), (16, "NO")])
+def test_a_dry_run_says_whether_the_run_fits_on_the_site_s_gpus(slurm, capsys, local_batch, answer):
+    slurm(JOB_ID="")
+    batch = ["--training.local_batch_size", str(local_batch)]
+    rows = dry_run(capsys, "train_configs/1.3B.toml", "--site", "isambard-ai", *batch)
+    assert re.fullmatch(rf"{answer}: \d+% of 94.5 GiB \(GH200\)", rows["fits"])
+
+
+def test_a_node_with_fewer_cpus_than_ranks_is_warned_of(slurm, capsys):
+    slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="8,1")
+    assert launch.main(["train_configs/1.3B.toml", "--dry-run"]) == 0
+    assert "warning: the job has 1 CPU(s) for the 4 ranks" in capsys.readouterr().err
+
+
 def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch):
     """srun would take the job's shares of a task for its own flags. What it is not told, it takes from the job."""
     shares = {"GPUS_PER_TASK": "1", "NTASKS_PER_GPU": "1", "TRES_BIND": "gres/gpu:per_task:1"}
@@ -158,16 +190,28 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "12")
     script = _slurm.SITES / "requeue.sbatch"
     assert subprocess.run(["bash", script], cwd=tmp_path).returncode == code
-    started, *calls = asked.read_text().splitlines()
-    assert started == "train_configs/1.3B.toml --site plain"
+    _, started, *calls = asked.read_text().splitlines()
+    assert started == "./train_configs/1.3B.toml --site plain"
     assert ("requeue 77" in calls) == requeued
+
+
+@pytest.mark.parametrize("script", ["tools/sites/requeue.sbatch", "mine.sbatch"])
+def test_the_batch_script_finds_its_project_from_any_folder(tmp_path, monkeypatch, script):
+    project = tmp_path / "project"
+    project.mkdir()
+    write_program(project / "launch.sh", "echo $0 $@")
+    write_program(tmp_path / "scontrol", f"echo '   Command={project}/{script} x.toml'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    command = ["bash", _slurm.SITES / "requeue.sbatch"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    expected = f"{project}/launch.sh {project}/train_configs/1.3B.toml --site plain\n"
+    assert done.stdout == expected
 
 
 @pytest.mark.parametrize(
     ("variables", "argv", "words"),
     [
         ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
-        ({"JOB_ID": ""}, ["--site", "alps"], "needs a SLURM allocation"),
         ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this command 2 times"),
         ({"GPUS_ON_NODE": "all"}, [], "SLURM_GPUS_ON_NODE must be a number: got 'all'"),
     ],
@@ -175,6 +219,18 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(
 def test_a_bad_allocation_is_refused(slurm, refused, variables, argv, words):
     slurm("a", "b", **variables)
     refused(launch.main, [*argv, "--dry-run"], words)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--site", "alps"], "--site alps needs a SLURM allocation"),
+        (["--site", "alps", "--nodes", "2"], "--nodes 2 is for --dry-run"),
+    ],
+)
+def test_a_start_needs_an_allocation(slurm, refused, argv, words):
+    slurm(JOB_ID="")
+    refused(launch.main, argv, words)
 
 
 def test_a_list_of_nodes_that_scontrol_does_not_know_is_refused(slurm, tmp_path, refused):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from interdomain.folders import expand_path
 from interdomain.tools._cli import python_here
@@ -21,6 +22,9 @@ from interdomain.tools._start.torchrun import (
     handlers,
     torchrun_command,
 )
+
+if TYPE_CHECKING:
+    from interdomain.titan.plan.device import Gpu
 
 # The clusters' files of environment variables, NAME.env.
 SITES = Path(__file__).parents[1] / "sites"
@@ -40,11 +44,12 @@ WAIT_SECONDS = 180
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes and GPUs that SLURM gave the job.
+    """The nodes and GPUs that SLURM gave the job, or those that a dry run plans for.
 
     Attributes:
-        job: The number of the job.
-        hosts: The names of the nodes.
+        job: The number of the job. Empty in a dry run outside of one.
+        hosts: The names of the nodes. Empty in a dry run outside of a job.
+        n_nodes: The number of nodes.
         ranks: The number of processes per node.
         gpus: GPUs per node. 0 if SLURM does not say.
         cpus: CPUs of the smallest node. 0 if SLURM does not say.
@@ -54,6 +59,7 @@ class Allocation:
 
     job: str
     hosts: list[str]
+    n_nodes: int
     ranks: int
     gpus: int
     cpus: int
@@ -68,6 +74,24 @@ class Allocation:
         """
         return bool(self.gpus or self.environment.get("INTERDOMAIN_GPUS_PER_NODE"))
 
+    @property
+    def gpu(self) -> "Gpu | None":
+        """The GPU that the site names, or None if it names none.
+
+        Raises:
+            ValueError: Its memory is no number.
+        """
+        from interdomain.titan.plan.device import Gpu
+
+        memory = self.environment.get("INTERDOMAIN_GPU_GIB")
+        if not memory:
+            return None
+        if not re.fullmatch(r"[1-9]\d*(\.\d+)?", memory):
+            raise ValueError(
+                f"INTERDOMAIN_GPU_GIB must be the memory of a GPU in GiB, such as 94.5: got {memory!r}."
+            )
+        return Gpu(self.environment.get("INTERDOMAIN_GPU", "GPU"), float(memory) * 2**30)
+
     def command(self, config: str, flags: list[str], restarts: int) -> list[str]:
         """Returns the command of srun, which starts the same command of torchrun on every node.
 
@@ -76,7 +100,7 @@ class Allocation:
             flags: Settings that override the file's.
             restarts: How many times torchrun starts failed ranks again.
         """
-        nodes = str(len(self.hosts))
+        nodes = str(self.n_nodes)
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         # Without these, a step of a job with --gpus-per-task gets the GPUs of one task, and one
         # CPU.
@@ -89,7 +113,7 @@ class Allocation:
         srun += shlex.split(self.environment.get("INTERDOMAIN_SRUN", ""))
 
         rendezvous = [*ONE_MACHINE]
-        if len(self.hosts) > 1:
+        if self.n_nodes > 1:
             # A port of the job's own, because jobs may share a node. It is below the ports that
             # Linux gives to programs that ask for any.
             endpoint = f"{self.hosts[0]}:{20_000 + int(self.job) % 10_000}"
@@ -105,7 +129,10 @@ class Allocation:
         for name in self.site:
             if not name.startswith("INTERDOMAIN_"):
                 variables.append(f"{name}={shlex.quote(self.environment[name])}")
-        nodes = f"{len(self.hosts)} x {self.ranks} rank(s): {', '.join(self.hosts)} (SLURM job {self.job})"
+        place = "planned, without a SLURM job"
+        if self.job:
+            place = f"{', '.join(self.hosts)} (SLURM job {self.job})"
+        nodes = f"{self.n_nodes} x {self.ranks} rank(s): {place}"
         return {"nodes": nodes, "site": " ".join(variables) or "sets nothing"}
 
 
@@ -186,7 +213,13 @@ def _hosts() -> list[str]:
     return hosts
 
 
-def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:
+def allocation(
+    site: str | None,
+    ranks: int | None,
+    ranks_here: int,
+    dry_run: bool = False,
+    nodes: int | None = None,
+) -> Allocation | None:
     """Returns the allocation that this process is in. None for a run on this machine only.
 
     Args:
@@ -194,30 +227,41 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         ranks: The option --ranks.
         ranks_here: The number of processes of this machine, if neither the user nor SLURM gives
             one.
+        dry_run: True plans for nodes of the site if there is no allocation.
+        nodes: The option --nodes of a dry run: plan for this number of nodes.
 
     Raises:
         ValueError: The allocation cannot be used as it is.
     """
-    # This machine only: the user says so, or there is no allocation and no site.
+    # This machine only: the user says so, or there is no allocation, no site and no --nodes.
     site = site or os.environ.get("INTERDOMAIN_SITE")
-    job = os.environ.get("SLURM_JOB_ID")
-    if site == LOCAL or (not job and not site):
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if site == LOCAL or not (job or site or nodes):
         return None
-    if not job:
+    if not job and not dry_run:
         raise ValueError(
             f"--site {site} needs a SLURM allocation, and this is none (SLURM_JOB_ID is not set). Run the same command under "
-            f"sbatch or after salloc. To run on this machine only, leave --site out or give --site {LOCAL}."
+            f"sbatch or after salloc; --dry-run needs none. To run on this machine only, leave --site out or give "
+            f"--site {LOCAL}."
         )
-    # A process of `srun COMMAND` is in a step with a low number. SLURM's own steps have higher
-    # numbers or names, such as batch.
-    step = os.environ.get("SLURM_STEP_ID", "")
-    if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1":
-            raise ValueError(
-                f"srun started this command {tasks} times. Leave srun out: ./launch.sh starts one torchrun per node."
-            )
-        return None  # a shell of the user's (srun --pty)
+    if nodes or not job:
+        # A dry run plans for nodes that no job has.
+        job = ""
+        hosts = []
+        nodes = nodes or 1
+    else:
+        # A process of `srun COMMAND` is in a step with a low number. SLURM's own steps have higher
+        # numbers or names, such as batch.
+        step = os.environ.get("SLURM_STEP_ID", "")
+        if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:
+            tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+            if tasks != "1":
+                raise ValueError(
+                    f"srun started this command {tasks} times. Leave srun out: ./launch.sh starts one torchrun per node."
+                )
+            return None  # a shell of the user's (srun --pty)
+        hosts = _hosts()
+        nodes = len(hosts)
 
     # What is set in the shell wins over the site's file.
     variables = read_site(site or "plain")
@@ -234,7 +278,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     ranks = ranks or gpus or _count("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
     return Allocation(
         job=job,
-        hosts=_hosts(),
+        hosts=hosts,
+        n_nodes=nodes,
         ranks=ranks,
         gpus=gpus,
         cpus=min(map(int, cpus), default=0),

@@ -1,10 +1,31 @@
 """The device that a run computes on."""
 
 import os
+from typing import NamedTuple
 
 import torch
 
 from interdomain.launcher import keep_freed_memory
+
+
+class Gpu(NamedTuple):
+    """A GPU that a plan is made for.
+
+    Attributes:
+        name: Its name, such as GH200.
+        memory: Its memory in bytes.
+    """
+
+    name: str
+    memory: float
+
+
+def gpu_here() -> Gpu | None:
+    """Returns the first GPU of this machine, or None if it has none."""
+    if device_here().type == "cpu":
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Gpu(properties.name, properties.total_memory)
 
 
 def device_here() -> torch.device:

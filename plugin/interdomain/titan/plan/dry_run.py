@@ -11,11 +11,14 @@ from interdomain.model.transformer import mixer_class
 
 from ..settings.schema import JobConfig
 from .costs import cost_model
-from .device import device_here
+from .device import Gpu, device_here
 from .run_plan import RunPlan
 
 GIB = 2**30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, in float32
+# Fraction of a GPU's memory up to which a run fits without doubt. Traced memory was at most 1.45
+# times the estimate (docs/parallelism.md).
+SURE_TO_FIT = 0.7
 
 
 def table(rows: dict[str, str]) -> str:
@@ -27,7 +30,13 @@ def table(rows: dict[str, str]) -> str:
     return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
 
-def summarize(plan: RunPlan, job: JobConfig, data: str, on_gpus: bool = False) -> dict[str, str]:
+def summarize(
+    plan: RunPlan,
+    job: JobConfig,
+    data: str,
+    on_gpus: bool = False,
+    gpu: Gpu | None = None,
+) -> dict[str, str]:
     """Returns the rows that a start prints: whether it is the right run shows in them.
 
     Args:
@@ -35,24 +44,33 @@ def summarize(plan: RunPlan, job: JobConfig, data: str, on_gpus: bool = False) -
         job: The configuration of the run.
         data: A description of the data.
         on_gpus: As for `describe`.
+        gpu: As for `describe`.
     """
     device = "GPU"
     if not on_gpus and device_here().type == "cpu":
         device = "CPU"
-    memory = sum(cost_model(plan, job).memory().values()) / GIB
-    return {
+    memory = sum(cost_model(plan, job).memory().values())
+    rows = {
         "model": _describe_model(plan),
         "data": data,
         "steps": (
             f"{plan.steps:,} of {plan.tokens_per_step:,} tokens on {plan.topology.ranks} {device} "
             f"rank(s) ({plan.tokens:,} tokens)"
         ),
-        "memory": f"about {memory:.2f} GiB per device",
+        "memory": f"about {memory / GIB:.2f} GiB per device",
         "output": job.job.dump_folder,
     }
+    if gpu is not None:
+        rows["fits"] = _describe_fit(memory, gpu)
+    return rows
 
 
-def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> dict[str, str]:
+def describe(
+    plan: RunPlan,
+    job: JobConfig,
+    on_gpus: bool = False,
+    gpu: Gpu | None = None,
+) -> dict[str, str]:
     """Returns all rows of a plan.
 
     Args:
@@ -60,9 +78,10 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> dict[str, 
         job: The configuration of the run.
         on_gpus: The ranks are those of other machines, which have GPUs. Otherwise they are those of
             this machine.
+        gpu: The GPU of each rank. None if it is not known.
     """
     rows = _rows_of_run(plan)
-    rows |= _rows_of_step(plan, job)
+    rows |= _rows_of_step(plan, job, gpu)
     if plan.milestones:
         size = BYTES_PER_PARAMETER * plan.n_params / 1e9
         rows["milestones"] = (
@@ -103,12 +122,13 @@ def _rows_of_run(plan: RunPlan) -> dict[str, str]:
     }
 
 
-def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
+def _rows_of_step(plan: RunPlan, job: JobConfig, gpu: Gpu | None) -> dict[str, str]:
     """Returns the rows of a step's costs on the rank that has the largest.
 
     Args:
         plan: The plan of the run.
         job: The configuration of the run.
+        gpu: The GPU of each rank. None if it is not known.
     """
     costs = cost_model(plan, job)
     rows = {}
@@ -124,6 +144,7 @@ def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
     memory = costs.memory()
     categories = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows["memory per device"] = f"about {sum(memory.values()) / GIB:.2f} GiB ({categories})"
+    rows["fits"] = _describe_fit(sum(memory.values()), gpu)
     traffic = costs.traffic()
     axes = ", ".join(f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size)
     received = sum(traffic.values()) / GIB
@@ -136,6 +157,25 @@ def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
             f"training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
         )
     return rows
+
+
+def _describe_fit(needed: int, gpu: Gpu | None) -> str:
+    """Returns whether a rank fits on its GPU.
+
+    Args:
+        needed: Estimate of the rank's peak memory in bytes.
+        gpu: The GPU. None if it is not known.
+    """
+    if gpu is None:
+        return "not known: no GPU is here, and no --site names one"
+    share = needed / gpu.memory
+    if share <= SURE_TO_FIT:
+        answer = "yes"
+    elif share <= 1:
+        answer = "perhaps"
+    else:
+        answer = "NO"
+    return f"{answer}: {share:.0%} of {gpu.memory / GIB:.1f} GiB ({gpu.name})"
 
 
 def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ continues.
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -99,6 +100,11 @@ class Preemption:
         why = "a signal to another rank"
         if self.asked:
             why = self.asked.name
+        # Newer versions of SLURM tell a job when its time limit is, in seconds since 1970.
+        end_time = os.environ.get("SLURM_JOB_END_TIME")
+        if end_time:
+            left = int(end_time) - int(time.time())
+            why += f", {left} s before the job's time limit"
         result = "checkpoint.enable is off, so nothing is saved"
         if saved:
             result = "saved"
