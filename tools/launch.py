@@ -106,9 +106,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 "give the configuration file without --job.config_file: ./launch.sh FILE.toml"
             )
     require_at_least(args, ranks=1, nodes=1)
-    if args.nodes and not args.dry_run:
+    site = args.site or os.environ.get("INTERDOMAIN_SITE")
+    if args.nodes and (not args.dry_run or site == slurm.LOCAL):
         raise ValueError(
-            f"--nodes {args.nodes} is for --dry-run. A run is on all nodes of its SLURM job: give --nodes to sbatch or salloc."
+            f"--nodes {args.nodes} is for --dry-run on a site's nodes, not for this machine only ({slurm.LOCAL}). A run is on "
+            "all nodes of its SLURM job: give --nodes to sbatch or salloc."
         )
     args.config = DEFAULT_CONFIG
     if files:

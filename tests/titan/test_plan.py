@@ -71,14 +71,21 @@ def test_the_papers_runs(size, peak, tokens, steps):
     assert 12 * GIB < memory_of(job, plan) < 0.8 * 80e9
 
 
-@pytest.mark.parametrize(("ranks", "local_batch"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
-def test_the_debug_run_is_the_same_on_any_number_of_ranks(ranks, local_batch):
-    job = parse_flags(toml=CONFIGS / "debug.toml")
-    plan = make_plan(job, ranks, on_gpus=True)
-    assert (plan.local_batch, plan.accumulation) == (local_batch, 1)
-    assert (plan.steps, plan.tokens_per_step) == (400, 4_096)
-    # The loader and TorchTitan read the number from the configuration.
-    assert in_steps(job, plan).training.local_batch_size == local_batch
+# Files, the most sequences that a rank reads at once, and the sequences of a step.
+BATCHES = [("debug", 8, 16), ("125M", 8, 128), ("350M", 8, 128), ("760M", 4, 128), ("1.3B", 4, 128)]
+
+
+@pytest.mark.parametrize(("name", "most", "global_batch"), BATCHES)
+def test_a_rank_reads_at_most_its_share_of_a_step(name, most, global_batch):
+    job = parse_flags(toml=CONFIGS / f"{name}.toml")
+    ranks = 1
+    while ranks <= global_batch:
+        plan = make_plan(job, ranks, on_gpus=True)
+        assert plan.local_batch == min(most, global_batch // ranks)
+        assert plan.local_batch * ranks * plan.accumulation == global_batch
+        # The loader and TorchTitan read the number from the configuration.
+        assert in_steps(job, plan).training.local_batch_size == plan.local_batch
+        ranks *= 2
 
 
 REPLICAS = "--parallelism.data_parallel_replicate_degree"

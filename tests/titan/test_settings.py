@@ -49,14 +49,7 @@ REFUSED = [
     ("--mixer.condition=s4", "mixer.condition must be one of softmax, interdomain, ... got s4"),
     ("--mixer.condition=softmax --mixer.n_basis=8", "mixer.n_basis = 8 ... no layer reads it"),
     ("--training.local_batch_size=3", "training.global_batch_size = 8 must be a multiple of 6"),
-    (
-        "--training.local_batch_size=-1 --training.global_batch_size=1",
-        "training.global_batch_size = 1 must be a multiple of 2",
-    ),
-    (
-        "--training.local_batch_size=-1 --training.global_batch_size=-1",
-        "each would follow from the other",
-    ),
+    ("--training.global_batch_size=1", "= 1 must be a multiple of 2, the number of data-parallel"),
     (
         "--parallelism.data_parallel_shard_degree=4",
         "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",

@@ -54,8 +54,8 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert not options.standalone
 
 
-def test_a_start_names_its_nodes(slurm, capsys, monkeypatch, tmp_path):
-    def check_data(job):
+def test_a_start_names_its_nodes_and_whether_it_fits(slurm, capsys, monkeypatch, tmp_path):
+    def check_data(job, samples):
         return "some data"
 
     def run(command, environment):
@@ -64,9 +64,12 @@ def test_a_start_names_its_nodes(slurm, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "check_data", check_data)
     monkeypatch.setattr(_slurm, "run", run)
     slurm("nid001", "nid002", GPUS_ON_NODE="4")
-    launch.main(["--job.dump_folder", str(tmp_path)])
+    run_of_two_nodes = ["train_configs/1.3B.toml", "--site", "isambard-ai"]
+    settings = f"--training.local_batch_size 16 --job.dump_folder {tmp_path}"
+    launch.main([*run_of_two_nodes, *settings.split()])
     printed = capsys.readouterr().out
-    assert "400 of 4,096 tokens on 8 GPU rank(s) (1,638,400 tokens)" in printed
+    assert "49,592 of 524,288 tokens on 8 GPU rank(s) (26,000,490,496 tokens)" in printed
+    assert re.search(r"^ +fits  NO: \d+% of 94.5 GiB \(GH200\)$", printed, re.MULTILINE)
     assert "2 x 4 rank(s): nid001, nid002 (SLURM job 4242)" in printed
 
 
@@ -226,6 +229,7 @@ def test_a_bad_allocation_is_refused(slurm, refused, variables, argv, words):
     [
         (["--site", "alps"], "--site alps needs a SLURM allocation"),
         (["--site", "alps", "--nodes", "2"], "--nodes 2 is for --dry-run"),
+        (["--site", "local", "--nodes", "2", "--dry-run"], "not for this machine only (local)"),
     ],
 )
 def test_a_start_needs_an_allocation(slurm, refused, argv, words):

@@ -28,6 +28,7 @@ from .host import (
     titan_validate,
 )
 from .host.patches import use_cpu_if_alone
+from .plan.run_plan import in_steps
 from .settings.job_config import (
     apply_step_overrides,
     check_value,
@@ -266,6 +267,8 @@ def prepare(config: Any, model: TitanModelConfig) -> None:
     model.job = with_flags(config, model.job, honoured)
     check_for_torchtitan(model.job)
     make_plan_of(config, model)
+    model.job = in_steps(model.job, model.plan)
+    config.training.steps = model.plan.steps
 
 
 def with_flags(config: Any, job: JobConfig, honoured: Collection[str]) -> JobConfig:

@@ -317,7 +317,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
 
     Args:
         config: TorchTitan's configuration. Values that follow from the plan are set in it.
-        model: The model in it. `job` has TorchTitan's values already, and gets its lengths in steps.
+        model: The model in it. `job` has TorchTitan's values already.
 
     Raises:
         ValueError: The configuration cannot run.
@@ -330,9 +330,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         parallelism.pipeline_parallel_microbatch_size,
     )
     model.plan = plan
-    model.job = job = in_steps(job, plan)
-    config.training.steps = plan.steps
-    config.training.local_batch_size = job.training.local_batch_size
+    config.training.local_batch_size = in_steps(job, plan).training.local_batch_size
     # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     parallelism.context_parallel_load_balancer = None
     config.loss.global_vocab_size = plan.config.vocab_size

@@ -58,10 +58,10 @@ def summarize(
             f"rank(s) ({plan.tokens:,} tokens)"
         ),
         "memory": f"about {memory / GIB:.2f} GiB per device",
-        "output": job.job.dump_folder,
     }
     if gpu is not None:
         rows["fits"] = _describe_fit(memory, gpu)
+    rows["output"] = job.job.dump_folder
     return rows
 
 

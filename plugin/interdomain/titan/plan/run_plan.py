@@ -252,27 +252,20 @@ def make_plan_for_torchtitan(
 
 
 def with_batch(job: JobConfig, data_ranks: int) -> JobConfig:
-    """Returns the configuration with numbers of sequences in place of -1.
+    """Returns the configuration with the numbers of sequences of a run on these ranks.
 
     Args:
         job: The configuration of the run.
         data_ranks: Groups of ranks that read samples of their own.
-
-    Raises:
-        ValueError: Both sizes of the batch are -1.
     """
     local_batch = job.training.local_batch_size
     global_batch = job.training.global_batch_size
-    if local_batch < 0 and global_batch < 0:
-        raise ValueError(
-            "training.local_batch_size = -1 with training.global_batch_size = -1: each would follow "
-            "from the other. Set one of the two to a number of sequences."
-        )
     if global_batch < 0:
         global_batch = local_batch * data_ranks
-    if local_batch < 0:
-        # With more ranks than sequences it is 1, and `check_batch` says so.
-        local_batch = max(1, global_batch // data_ranks)
+    # A rank reads at most its share of a step. If the ranks do not divide the step, there is no
+    # share, and `check_batch` says so.
+    if global_batch % data_ranks == 0:
+        local_batch = min(local_batch, global_batch // data_ranks)
     return job.changed(
         {
             "training.local_batch_size": local_batch,
@@ -282,7 +275,7 @@ def with_batch(job: JobConfig, data_ranks: int) -> JobConfig:
 
 
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
-    """Returns the configuration as TorchTitan reads it: lengths in steps, the local batch a number.
+    """Returns the configuration as TorchTitan reads it: lengths in steps, this run's local batch.
 
     Args:
         job: The configuration of the run.

@@ -154,7 +154,6 @@ def check_topology(job: JobConfig, config: ModelConfig, device: torch.device) ->
             "pipeline_parallel_degree above 1 is not tested. Turn it off or set those degrees to 1; "
             "data_parallel_shard_degree saves memory, too."
         )
-    yield from _check_pipelined_validation(job)
 
 
 def _check_context(
@@ -260,6 +259,12 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int) -> Iterator[str]
     """
     local = job.training.local_batch_size
     global_batch = job.training.global_batch_size
+    if global_batch % data_ranks:
+        yield (
+            f"training.global_batch_size = {global_batch} must be a multiple of {data_ranks}, the "
+            "number of data-parallel ranks."
+        )
+        return
     if global_batch % (local * data_ranks):
         yield (
             f"training.global_batch_size = {global_batch} must be a multiple of "
@@ -278,6 +283,7 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int) -> Iterator[str]
             f"training.local_batch_size = {local} gives {micro_batches} micro-batch(es). {schedule} "
             f"on parallelism.pipeline_parallel_degree = {pipeline} ranks needs {allowed}."
         )
+    yield from _check_pipelined_validation(job)
 
 
 @raises_all
@@ -324,8 +330,6 @@ def check_micro_batches(job: JobConfig, size: int) -> Iterator[str]:
             f"training.local_batch_size to a multiple of {max(size, 1) * degree}, or another "
             "micro-batch."
         )
-        return
-    yield from _check_pipelined_validation(job)
 
 
 @raises_all

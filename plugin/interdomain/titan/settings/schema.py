@@ -274,9 +274,9 @@ class LRScheduler:
 class Training:
     """[training]: batch, length, precision."""
 
-    #: Sequences per rank in one forward pass (a micro-batch). -1: all of the rank's sequences of a
-    #: step, on any number of ranks that divides global_batch_size.
-    local_batch_size: Annotated[CountOrAll, Resume.ROUNDING] = 8
+    #: Sequences per rank in one forward pass (a micro-batch), at most. A rank whose share of a step
+    #: is smaller reads its share.
+    local_batch_size: Annotated[Count, Resume.ROUNDING] = 8
     #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one
     #: pass of all ranks.
     global_batch_size: CountOrAll = -1
