@@ -26,6 +26,8 @@ PICTURE = re.compile(
 # TeX in the elements in which pymdownx.arithmatex puts it: \( a formula in a line \), or
 # \[ one in lines of its own \].
 FORMULA = re.compile(r'(?<=class="arithmatex">)\\([(\[])(.*?)\\[)\]](?=</)', re.DOTALL)
+# TeX that GitHub renders and latex2mathml does not know, and what it knows in its place.
+KNOWN_TO_CONVERTER = {"{aligned}": "{align*}", r"\arg": r"\mathrm{arg}"}
 # A page that has this mark gets the table of all settings in its place.
 SETTINGS_MARK = "<!-- settings -->"
 
@@ -97,7 +99,10 @@ def on_page_content(html: str, **_: Any) -> str:
 def as_mathml(formula: re.Match[str]) -> str:
     """Returns a formula as MathML. `formula` is a match of FORMULA."""
     display = "block" if formula[1] == "[" else "inline"
-    return convert(unescape(formula[2]), display=display)
+    tex = unescape(formula[2])
+    for name, known in KNOWN_TO_CONVERTER.items():
+        tex = tex.replace(name, known)
+    return convert(tex, display=display)
 
 
 def settings() -> str:
