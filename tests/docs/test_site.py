@@ -32,4 +32,4 @@ def test_the_site_builds_and_shows_every_formula(tmp_path, monkeypatch):
     for path in tmp_path.glob("**/*.html"):
         for formula in re.findall(r"<math.*?</math>", path.read_text(), re.DOTALL):
             text = unescape(re.sub(r"<[^>]+>", "", formula))
-            assert "\\" not in text and "&" not in text, f"{path.parent.name}: {text}"
+            assert not re.search(r"[\\&]", text), f"{path.parent.name}: {text}"

@@ -122,6 +122,16 @@ def test_a_file_fits_on_the_ranks_that_it_names(name):
     assert memory / GIB == pytest.approx(int(gib), abs=1)
 
 
+def test_a_plan_on_a_cpu_counts_the_process_and_the_copy_of_a_save():
+    """The copy has the weights and two moments: 12 bytes for each of 135,416,208 parameters."""
+    job = parse_flags(toml=CONFIGS / "125M.toml")
+    rows = describe(make_plan(job, 1), job)
+    gpu = float(re.search(r"about ([\d.]+) GiB", rows["memory per device"])[1])
+    total, process, copy = re.findall(r"\d+\.\d+", rows["on a CPU"])
+    assert float(copy) == pytest.approx(12 * 135_416_208 / GIB, abs=0.01)
+    assert float(total) == pytest.approx(gpu + float(process) + float(copy), abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -16,6 +16,8 @@ from .run_plan import RunPlan
 
 GIB = 2**30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, in float32
+# Memory of a process on a CPU before training begins: Python, PyTorch and TorchTitan.
+PROCESS = GIB // 2
 # Fraction of a GPU's memory up to which a run fits without doubt. Traced memory was at most 1.45
 # times the estimate (docs/parallelism.md).
 SURE_TO_FIT = 0.7
@@ -50,6 +52,8 @@ def summarize(
     if not on_gpus and device_here().type == "cpu":
         device = "CPU"
     memory = sum(cost_model(plan, job).memory().values())
+    if device == "CPU":
+        memory += sum(_more_on_cpu(plan, job).values())
     rows = {
         "model": _describe_model(plan),
         "data": data,
@@ -145,6 +149,11 @@ def _rows_of_step(plan: RunPlan, job: JobConfig, gpu: Gpu | None) -> dict[str, s
     categories = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows["memory per device"] = f"about {sum(memory.values()) / GIB:.2f} GiB ({categories})"
     rows["fits"] = _describe_fit(sum(memory.values()), gpu)
+    if gpu is None:
+        more = _more_on_cpu(plan, job)
+        total = sum(memory.values()) + sum(more.values())
+        categories = ", ".join(f"{name} {size / GIB:.2f}" for name, size in more.items())
+        rows["on a CPU"] = f"about {total / GIB:.2f} GiB per process ({categories} more)"
     traffic = costs.traffic()
     axes = ", ".join(f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size)
     received = sum(traffic.values()) / GIB
@@ -157,6 +166,20 @@ def _rows_of_step(plan: RunPlan, job: JobConfig, gpu: Gpu | None) -> dict[str, s
             f"training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
         )
     return rows
+
+
+def _more_on_cpu(plan: RunPlan, job: JobConfig) -> dict[str, int]:
+    """Returns the bytes by category that a process on a CPU takes beside those of a GPU.
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+    """
+    more = {"process": PROCESS}
+    if job.checkpoint.enable and job.checkpoint.async_mode != "disabled":
+        # A copy of the weights and of AdamW's two moments, which is written in the background.
+        more["copy for saves"] = 3 * cost_model(plan, job).memory()["parameters"]
+    return more
 
 
 def _describe_fit(needed: int, gpu: Gpu | None) -> str:
