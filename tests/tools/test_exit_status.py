@@ -112,6 +112,23 @@ def test_a_run_that_is_ended_at_once_leaves_no_descendant():
         assert process.communicate(timeout=TIMEOUT) == ("", None)
 
 
+def test_a_run_saves_and_leaves_if_its_launcher_is_killed():
+    """torchrun gets SIGTERM, as when the launcher is asked to stop."""
+    waiting = STAND_IN + "print('ready', flush=True); wait(); print(*seen, flush=True)"
+    program = f"import os, signal, sys, time{waiting}"
+    launcher = (
+        "import os, sys; from interdomain.tools._start import torchrun; "
+        f"torchrun.run([sys.executable, '-c', {program!r}], dict(os.environ))"
+    )
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        # torchrun holds the pipe until it has left.
+        output, _ = process.communicate(timeout=TIMEOUT)
+    assert output == f"{signal.SIGTERM.value}\n"
+
+
 def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
     """torchrun does not handle SIGHUP and SIGINT: it would take back what nohup gave."""
     program = "ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)"

@@ -16,13 +16,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interdomain.folders import private_folder
-from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED
+from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED, end_with_parent
 from interdomain.tools._cli import python_here, user_errors
 
 # Exit statuses.
@@ -177,7 +178,13 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     # file has no name on the disk, and is gone when this process ends.
     with tempfile.TemporaryFile("w+") as reason_file, handlers(ignored):
         path = f"/proc/{os.getpid()}/fd/{reason_file.fileno()}"
-        process = subprocess.Popen(command, env={**environment, REASON_FILE: path})
+        # If this process is killed, torchrun gets SIGTERM: the run saves and leaves, and the same
+        # command continues it.
+        process = subprocess.Popen(
+            command,
+            env={**environment, REASON_FILE: path},
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )
         with handlers(requests):
             status = process.wait()
         reason_file.seek(0)
