@@ -82,6 +82,11 @@ REFUSED = [
         "gives 7 micro-batch(es) ... such as a multiple of 2",
     ),
     (PIPELINE + "--validation.enable", "= 3 must be training.local_batch_size = 4"),
+    (
+        f"{PIPELINE} {SCHEDULE} GPipe --training.local_batch_size 16 --validation.enable "
+        "--validation.local_batch_size 16",
+        "= 16 must be training.local_batch_size = 8",
+    ),
 ]
 
 
