@@ -209,6 +209,9 @@ def test_the_batch_script_finds_its_project_from_any_folder(tmp_path, monkeypatc
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     expected = f"{project}/launch.sh {project}/train_configs/1.3B.toml --site plain\n"
     assert done.stdout == expected
+    command += ["x.toml", "--mixer.condition", "s4d"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{project}/launch.sh x.toml --mixer.condition s4d --site plain\n"
 
 
 @pytest.mark.parametrize(
