@@ -233,6 +233,7 @@ def test_a_bad_allocation_is_refused(slurm, refused, variables, argv, words):
         (["--site", "alps"], "--site alps needs a SLURM allocation"),
         (["--site", "alps", "--nodes", "2"], "--nodes 2 is for --dry-run"),
         (["--site", "local", "--nodes", "2", "--dry-run"], "not for this machine only (local)"),
+        (["--nodes", "2", "--dry-run"], "--site plain does not say how many ranks a node has"),
     ],
 )
 def test_a_start_needs_an_allocation(slurm, refused, argv, words):
