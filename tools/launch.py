@@ -107,10 +107,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     require_at_least(args, ranks=1, nodes=1)
     site = args.site or os.environ.get("INTERDOMAIN_SITE")
-    if args.nodes and (not args.dry_run or site == slurm.LOCAL):
+    if args.nodes and not args.dry_run:
         raise ValueError(
-            f"--nodes {args.nodes} is for --dry-run on a site's nodes, not for this machine only ({slurm.LOCAL}). A run is on "
-            "all nodes of its SLURM job: give --nodes to sbatch or salloc."
+            f"--nodes {args.nodes} is for --dry-run. A run is on all nodes of its SLURM job: give --nodes to sbatch or salloc."
+        )
+    if args.nodes and site == slurm.LOCAL:
+        raise ValueError(
+            f"--nodes {args.nodes} is for nodes of a site, not for this machine only ({slurm.LOCAL}). Leave --nodes out, or "
+            "name another --site."
         )
     args.config = DEFAULT_CONFIG
     if files:

@@ -52,12 +52,10 @@ class Job:
         script = script.replace("#SBATCH --gpus-per-node=4\n", "")
         command = f"train_configs/debug.toml {FLAGS} --training.steps {steps}"
         command += f" --job.dump_folder {self.run}"
-        script = script.replace('launch.sh" "$config"', f'launch.sh" {command}')
-        assert command in script
         (folder / "job.sbatch").write_text(script)
         # The options of the command win over those of the script.
         options = f"--nodes=2 --time={minutes} --signal=USR1@60 --output={self.log}"
-        submit = f"sbatch --parsable --chdir={REPOSITORY} {options} {folder}/job.sbatch"
+        submit = f"sbatch --parsable --chdir={REPOSITORY} {options} {folder}/job.sbatch {command}"
         self.number = cluster.call(submit).strip()
 
     def has_ended(self) -> bool:

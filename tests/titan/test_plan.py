@@ -204,6 +204,7 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
     on_gpus = dry_run(on_gpus=True)
     assert "scan  chunkwise (Triton kernels)\n" in on_gpus
     assert "features  triton (one kernel)" in on_gpus
+    assert "features" not in dry_run("--mixer.condition gla", on_gpus=True)
     plain = dry_run("--mixer.n_basis 48", on_gpus=True)
     assert "scan  chunkwise-torch (plain PyTorch): M is 48" in plain
 

@@ -209,6 +209,9 @@ def test_the_batch_script_finds_its_project_from_any_folder(tmp_path, monkeypatc
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     expected = f"{project}/launch.sh {project}/train_configs/1.3B.toml --site plain\n"
     assert done.stdout == expected
+    command += ["x.toml", "--mixer.condition", "s4d"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{project}/launch.sh x.toml --mixer.condition s4d --site plain\n"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +233,7 @@ def test_a_bad_allocation_is_refused(slurm, refused, variables, argv, words):
         (["--site", "alps"], "--site alps needs a SLURM allocation"),
         (["--site", "alps", "--nodes", "2"], "--nodes 2 is for --dry-run"),
         (["--site", "local", "--nodes", "2", "--dry-run"], "not for this machine only (local)"),
+        (["--nodes", "2", "--dry-run"], "--site plain does not say how many ranks a node has"),
     ],
 )
 def test_a_start_needs_an_allocation(slurm, refused, argv, words):

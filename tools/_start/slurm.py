@@ -275,7 +275,13 @@ def allocation(
     cpus = re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     # A rank for each GPU, unless the user says otherwise. Some clusters do not tell SLURM about
     # GPUs.
-    ranks = ranks or gpus or _count("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
+    ranks = ranks or gpus or _count("INTERDOMAIN_GPUS_PER_NODE", environment)
+    if not ranks and not job:
+        raise ValueError(
+            f"--site {site or 'plain'} does not say how many ranks a node has. Give --ranks N, or a --site that sets "
+            "INTERDOMAIN_GPUS_PER_NODE."
+        )
+    ranks = ranks or ranks_here
     return Allocation(
         job=job,
         hosts=hosts,

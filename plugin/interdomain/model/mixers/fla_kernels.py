@@ -57,6 +57,8 @@ def chosen(
         reason = f"the input is {dtype}, and those kernels compute in half precision only"
     elif device is not None and not INSTALLED:
         reason = "flash-linear-attention is not installed"
+    elif not INSTALLED:
+        return True, "flash-linear-attention (kernels), if it is installed there"
     else:
         return True, "flash-linear-attention (kernels)"
     description = f"chunkwise-torch (plain PyTorch): {reason}"

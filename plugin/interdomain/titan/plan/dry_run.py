@@ -92,6 +92,11 @@ def describe(
             f"{len(plan.milestones)} checkpoint(s) of at most {size:.3g} GB; the first after step "
             f"{min(plan.milestones):,}"
         )
+        latest = job.checkpoint.keep_latest_k
+        if latest:
+            # The last milestone is one of the latest. One more is there while it is written.
+            total = size * (len(plan.milestones) + latest)
+            rows["milestones"] += f"; the folder takes at most {total:.3g} GB"
     rows |= _rows_of_kernels(plan, None if on_gpus else device_here())
     return rows
 
@@ -223,10 +228,15 @@ def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, st
                 rows["scan"] = scan.resolve_backend(device, mixer.n_basis, width, dtype=dtype)[1]
         if mixer.kind in FIXED_STATE:
             rows["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
-    rows["features"] = execution.features
-    if execution.features == "auto":
-        width = max(mixer.conv_width or 0 for mixer in config.mixers)
-        rows["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)[1]
+
+    # Only these mixers have input features.
+    interdomain = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
+    if interdomain:
+        rows["features"] = execution.features
+        if execution.features == "auto":
+            width = max(mixer.conv_width or 0 for mixer in interdomain)
+            backend = features.resolve_backend(device, config.head_dim, width, dtype=dtype)
+            rows["features"] = backend[1]
     return rows
 
 

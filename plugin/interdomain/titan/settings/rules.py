@@ -262,7 +262,8 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int) -> Iterator[str]
     if global_batch % data_ranks:
         yield (
             f"training.global_batch_size = {global_batch} must be a multiple of {data_ranks}, the "
-            "number of data-parallel ranks."
+            "number of data-parallel ranks. Start a number of ranks that divides it, or let several "
+            "ranks share each sequence: parallelism.context_parallel_degree."
         )
         return
     if global_batch % (local * data_ranks):
