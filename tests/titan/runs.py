@@ -62,9 +62,10 @@ def parse(given="", corpus="corpus", toml=TINY):
 class Forked:
     """subprocess.Popen of torchrun, whose process and ranks are forks of one that has imported what they need."""
 
-    def __init__(self, arguments, env):
+    def __init__(self, arguments, env, preexec_fn):
         self.pid = os.fork()
         if not self.pid:
+            preexec_fn()
             os.environ |= env
             torch_run.main(arguments)
             os._exit(0)
