@@ -91,7 +91,7 @@ show_progress() {
   while sleep 1 >/dev/null && kill -0 $$; do
     [ "$SECONDS" -ge "$due" ] || continue
     due=$((SECONDS + every))
-    last=$(grep -oE '(Collecting|Downloading|Installing) [^(:,]+' "$1" | tail -n 1) || true
+    last=$(grep -oE '(Collecting|Processing|Downloading|Installing) [^(:,]+' "$1" | tail -n 1) || true
     printf "$line" "$SECONDS" "$last"
   done 2>/dev/null
 }
