@@ -104,6 +104,12 @@ def documents(case, device="cpu"):
 
 def run(case, leaves, rope, dy, function=input_features, **options):
     """Returns the output of `input_features`, or of a function around it, and every gradient."""
+    y = run_forward(case, leaves, rope, function, **options)
+    return {"y": y.detach(), **gradients(y, dy, leaves)}
+
+
+def run_forward(case, leaves, rope, function=input_features, **options):
+    """Returns the output of `input_features`, or of a function around it."""
     x = leaves["x"]
     if case.W:
         options["conv"] = leaves["weight"], leaves["bias"]
@@ -111,10 +117,9 @@ def run(case, leaves, rope, dy, function=input_features, **options):
         options["norm"] = leaves["scale"], leaves["shift"]
     past = leaves.get("past")
     numbers = documents(case, x.device)
-    y = function(
+    return function(
         x, case.R, past=past, documents=numbers, rope=rope, silu=case.silu, eps=EPS, **options
     )
-    return {"y": y.detach(), **gradients(y, dy, leaves)}
 
 
 def op_arguments(case, leaves, rope):

@@ -9,9 +9,9 @@ import torch
 from interdomain import features
 from interdomain.features import input_features
 
-from ..scan.common import assert_within
+from ..scan.common import assert_within, saved_tensors
 from ..scan.devices import pretend_gpu  # noqa: F401
-from .common import MIXES, TOLERANCES, Case, literal, make, run
+from .common import MIXES, TOLERANCES, Case, literal, make, run, run_forward
 
 K = MIXES["k"]
 CASES = [Case(T=2, **mix) for mix in MIXES.values()]  # shorter than the filter
@@ -51,6 +51,34 @@ def test_low_precision_parameters_and_autocast(parameters):
     with torch.autocast("cpu", torch.bfloat16):
         got = run(case, *problem)
     assert_within(got, expected, TOLERANCES[torch.bfloat16])
+
+
+def test_autograd_keeps_only_the_inputs():
+    """The intermediate results are computed again in the backward."""
+    case = Case(T=9, past=True, **K)
+    leaves, rope, dy = make(case, torch.float32)
+    with saved_tensors() as saved:
+        run(case, leaves, rope, dy, backend="torch")
+    inputs = {x.untyped_storage().data_ptr() for x in (*leaves.values(), *rope)}
+    kept = {x.untyped_storage().data_ptr() for x in saved if x.numel() >= leaves["x"].numel()}
+    assert kept <= inputs
+
+
+def test_derivatives_of_other_kinds():
+    """torch.func, forward mode and second derivatives, which the kernels do not have."""
+    case = Case(T=3, **K)
+    leaves, rope, dy = make(case)
+
+    def value(x):
+        return (run_forward(case, leaves | {"x": x}, rope) * dy).sum()
+
+    x = leaves["x"].detach()
+    direction = torch.randn_like(x)
+    (expected,) = torch.autograd.grad(value(leaves["x"]), leaves["x"])
+    torch.testing.assert_close(torch.func.grad(value)(x), expected)
+    _, tangent = torch.func.jvp(value, (x,), (direction,))
+    torch.testing.assert_close(tangent, (expected * direction).sum())
+    assert torch.autograd.gradgradcheck(value, leaves["x"])
 
 
 def test_compiles_without_a_graph_break():

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from interdomain.scan.library import recompute_in_backward
+
 from .config import Execution, MixerConfig, ModelConfig
 from .initialize import initialize
 from .layers import Embedding, Linear, RMSNorm, rope_of
@@ -54,7 +56,12 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(recompute_in_backward(_silu_product, self.w1(x), self.w3(x)))
+
+
+def _silu_product(gate: Tensor, x: Tensor) -> Tensor:
+    """Returns SiLU(gate) * x."""
+    return F.silu(gate) * x
 
 
 class TransformerBlock(nn.Module):

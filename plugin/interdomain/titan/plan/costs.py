@@ -222,8 +222,7 @@ class CostModel:
     def _saved_per_token(self, layer: ModelConfig) -> tuple[int, int]:
         """Returns the bytes per token that autograd saves of a layer.
 
-        - none: the inputs of norms, products, features, scan and activation (compiled: without the
-          activation's output).
+        - none: the inputs of norms, products, features, scan and activation.
         - selective: the block's input, the scan and every second product, as TorchTitan chooses (q,
           v, the gate, the last).
         - full: the block's input.
@@ -246,7 +245,7 @@ class CostModel:
         # `rest` is divided among the tensor-parallel ranks; what is added to it is not.
         rest = dim * self.stored + width * (kept + 3 * ffn + dim)
         if not self.compiled:
-            rest += dim * self.stored + width * (ffn - dim)
+            rest += dim * (self.stored - width)
         total = rest // tensor + 2 * width * dim
         if self.checkpointing == "full":
             return dim * self.stored // tensor, total
