@@ -34,7 +34,15 @@ from interdomain.features import input_features
 from interdomain.scan.triton_plan import Plan, make_plan
 from interdomain.tools._bench import results
 from interdomain.tools._bench.cases import Case, Shape, make_inputs
-from interdomain.tools._bench.peers import PEERS, UNTUNED, leave_untuned, peer, time_refused_kernels
+from interdomain.tools._bench.peers import (
+    IN_PYTORCH,
+    KERNELS,
+    PEERS,
+    UNTUNED,
+    leave_untuned,
+    peer,
+    time_refused_kernels,
+)
 from interdomain.tools._bench.processes import compilations_of, run_cases
 from interdomain.tools._bench.timing import (
     TARGET_SHAPE,
@@ -77,10 +85,10 @@ ON_GPU = (
     "features",
     "linear",
     "layer",
-    *PEERS,
+    *KERNELS,
 )
 ON_CPU = ("chunkwise", "features", "linear", "fft", "sdpa-flash", "layer")
-ONLY_IF_NAMED = ("chunkwise-torch", "fft", *VARIANTS)
+ONLY_IF_NAMED = ("chunkwise-torch", "fft", *VARIANTS, *IN_PYTORCH)
 NAMES = (*ON_GPU, *ONLY_IF_NAMED)
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")

@@ -122,7 +122,7 @@ def test_refused_before_anything_is_written(tool, argv, words, tmp_path, refused
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("name", peers.KERNELS)
 def test_others_kernels_get_inputs_of_theirs(name, monkeypatch):
     """Another project's function gets q, k and v, and gradients of all its tensors are asked for."""
     package, path, function = peers.PEERS[name]
@@ -139,6 +139,13 @@ def test_others_kernels_get_inputs_of_theirs(name, monkeypatch):
     assert arguments["x" if name == "mamba2" else "v"] is v
     for argument in arguments.values():
         assert not isinstance(argument, torch.Tensor) or argument.requires_grad
+
+
+@pytest.mark.parametrize("name", peers.IN_PYTORCH)
+def test_plain_pytorch_of_transformers_is_timed(name):
+    row = bench_kernels.run_case((name, TINY), CPU)
+    assert row["forward ms"] > 0
+    assert row["backward ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Calls kernels of other packages, which `bench_kernels` times beside ours if they are installed.
+"""Calls other packages' mixers, which `bench_kernels` times beside ours if they are installed.
 
 They are called by their public names.
 
 Each is given the q, k, v [B, T, H, d] that ours is given. What else it needs (gates, rates) is
-drawn at the values that its method starts from, and gets gradients too. None of them has been run
-on a GPU yet.
+drawn at the values that its method starts from, and gets gradients too. None of the kernels has
+been run on a GPU yet.
 """
 
 import importlib
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # The package, module and function of each. Those with the most kernels to tune come last.
-PEERS = {
+KERNELS = {
     "flash-attn-3": ("flash_attn_interface", "flash_attn_interface", "flash_attn_func"),
     "flash-attn-2": ("flash_attn", "flash_attn", "flash_attn_func"),
     "fla-gated-delta": ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -26,6 +26,20 @@ PEERS = {
     "mamba2": ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
     "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
 }
+# The same for those in plain PyTorch, which run on a CPU too.
+IN_PYTORCH = {
+    "transformers-gated-delta": (
+        "transformers",
+        "transformers.models.qwen3_next.modeling_qwen3_next",
+        "torch_chunk_gated_delta_rule",
+    ),
+    "transformers-mamba2": (
+        "transformers",
+        "transformers.models.mamba2.modeling_mamba2",
+        "mamba2_chunk_scan",
+    ),
+}
+PEERS = KERNELS | IN_PYTORCH
 
 # flash-linear-attention refuses the gated backward of these on Hopper with Triton 3.4 to 3.7.0,
 # whose results it found to be wrong. A variable of one of its modules switches this off.
@@ -105,7 +119,7 @@ def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """Returns the arguments of a peer's function for q, k and v, each [B, T, H, d]."""
     if name.startswith("flash-attn"):
         return {"q": q, "k": k, "v": v, "causal": True}
-    if name == "mamba2":
+    if name in ("mamba2", "transformers-mamba2"):
         # State space duality on the values: a state of d numbers per channel, one group of B and C.
         step_size = 0.1 * torch.rand(v.shape[:3], device=v.device)
         decay = -torch.ones(v.shape[2], device=v.device)
@@ -115,13 +129,16 @@ def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         leaves = {"dt": step_size, "A": decay, "B": inputs, "C": outputs}
         for leaf in leaves.values():
             leaf.requires_grad_()
-        return {"x": v, "chunk_size": 256, **leaves}
+        values = "x" if name == "mamba2" else "hidden_states"
+        return {values: v, "chunk_size": 256, **leaves}
     # The log of a forget gate near 1, per token and head (in fla-gla per channel, too), fp32.
     gate_shape = k.shape if name == "fla-gla" else k.shape[:3]
     gate = F.logsigmoid(torch.randn(gate_shape, device=k.device) + 4).requires_grad_()
-    if name != "fla-gated-delta":
+    if not name.endswith("gated-delta"):
         return {"q": q, "k": k, "v": v, "g": gate}
     # The delta rule needs unit keys, and a learning rate per token and head.
     unit_keys = F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()
     beta = torch.rand(k.shape[:3], device=k.device).to(k.dtype).requires_grad_()
+    if name == "transformers-gated-delta":
+        return {"query": q, "key": unit_keys, "value": v, "g": gate, "beta": beta}
     return {"q": q, "k": unit_keys, "v": v, "g": gate, "beta": beta}
