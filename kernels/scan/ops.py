@@ -37,9 +37,9 @@ from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
-# From this many tokens of all sequences on, the plain form takes one head after the other on a CPU,
-# or in float64.
-BY_HEAD = 512
+# The plain form takes so many state heads at a time, on a CPU or in float64, that tokens of all
+# sequences times heads stay below this. Measured on a CPU with heads of 32 and 64.
+HEAD_TOKENS = 2048
 # The axis of the heads by a tensor's number of axes: 2 and 3 are tables, 4 tokens, 5 states.
 HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}
 # Types of the devices that run Triton kernels. Tests add the CPU for Triton's interpreter.
@@ -84,7 +84,7 @@ def implementation(backend: str, device: torch.device) -> ModuleType:
 
 
 def _call(backend: str, name: str, *args, **kw) -> tuple:
-    """Calls a function of the implementation, head by head if that is faster or smaller.
+    """Calls a function of the implementation, for a few heads at a time if that is faster or smaller.
 
     Args:
         backend: A resolved backend, which runs as an op.
@@ -100,7 +100,7 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
     with torch.autocast(device.type, enabled=False):
         function = getattr(implementation(backend, device), name)
 
-        # Plain PyTorch takes one head after the other if there are many tokens, B T of them, and no
+        # Plain PyTorch takes a few heads at a time if there are many tokens, B T of them, and no
         # other ranks.
         plain = runs_as(backend, device) == "plain"
         # An exchange with other ranks is for all heads together: the state before the tokens is
@@ -108,20 +108,22 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         exchanged = any(callable(x) for x in args) or kw.get("exchange") is not None
         # On a CPU it is faster. In float64, with which other backends are compared, it saves memory
         # on small GPUs.
-        by_head = device.type == "cpu" or args[0].dtype == torch.float64
-        if plain and by_head and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
-            return _by_head(function, *args, **kw)
+        by_heads = device.type == "cpu" or args[0].dtype == torch.float64
+        if plain and by_heads and not exchanged:
+            heads = max(1, HEAD_TOKENS // args[0].shape[:2].numel())
+            return _by_heads(function, heads, *args, **kw)
         return function(*args, **kw)
 
 
-def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
-    """Calls `function` for each state head by itself.
+def _by_heads(function: Callable, heads: int, *args: Tensor | None, **kw) -> tuple:
+    """Calls `function` for a few state heads at a time.
 
-    Intermediate results of one head stay in the processor's caches, and the next head reuses their
+    Intermediate results of few heads stay in the processor's caches, and the next call reuses their
     memory. Those of all heads would be so large that the system maps new pages in every call.
 
     Args:
         function: One of the functions of `chunkwise`.
+        heads: Number of state heads of a call; the last one may have fewer.
         *args: Its tensors, which are split by heads.
         **kw: Arguments without heads.
 
@@ -130,33 +132,46 @@ def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
     """
     # log_decay is the first tensor of three axes, [H, M, 2], and says how many heads there are.
     H = next(len(x) for x in args if x is not None and x.ndim == 3)
-    # Split each tensor into those of the heads.
-    heads = []
+    if heads >= H:
+        return function(*args, **kw)
+    # Split each tensor into those of the calls.
+    number = -(-H // heads)  # rounded up
+    calls = []
     for x in args:
         if x is None:
-            heads.append([None] * H)
+            calls.append([None] * number)
         else:
-            heads.append(x.chunk(H, HEAD_AXIS[x.ndim]))
+            calls.append(_split_heads(x, H, heads))
 
-    # Compute one head after the other. Its results are copied to their place in those of all heads,
-    # which are allocated after the first head, when their shapes are known.
+    # The results are copied to their place in those of all heads, which are allocated after the
+    # first call, when their shapes are known.
     outputs: list[Tensor | None] = []
-    for h, inputs in enumerate(zip(*heads, strict=True)):
+    for i, inputs in enumerate(zip(*calls, strict=True)):
         results = function(*inputs, **kw)
         if not outputs:
-            outputs = [_empty_for_heads(x, H) for x in results]
+            outputs = [_empty_for_heads(x, H, heads) for x in results]
         for out, x in zip(outputs, results, strict=True):
             if out is not None:
-                out.chunk(H, HEAD_AXIS[out.ndim])[h].copy_(x)
+                _split_heads(out, H, heads)[i].copy_(x)
     return tuple(outputs)
 
 
-def _empty_for_heads(x: Tensor | None, H: int) -> Tensor | None:
-    """Allocates memory for H tensors like x, one after the other along the axis of the heads."""
+def _split_heads(x: Tensor, H: int, heads: int) -> tuple[Tensor, ...]:
+    """Splits a tensor of H state heads into those of `heads` of them each.
+
+    A state head may have several query heads.
+    """
+    axis = HEAD_AXIS[x.ndim]
+    return x.split(heads * x.shape[axis] // H, axis)
+
+
+def _empty_for_heads(x: Tensor | None, H: int, heads: int) -> Tensor | None:
+    """Allocates memory for the results of H state heads, for x like that of `heads` of them."""
     if x is None:
         return None
     shape = list(x.shape)
-    shape[HEAD_AXIS[x.ndim]] *= H
+    axis = HEAD_AXIS[x.ndim]
+    shape[axis] = shape[axis] * H // heads
     return x.new_empty(shape)
 
 

@@ -85,15 +85,15 @@ def test_compiles_without_a_graph_break(backend, linear, lengths):
 
 @linear_or_query
 @pytest.mark.parametrize("documents", [None, packed(130)[:1]], ids=["one", "packed"])
-def test_one_head_after_the_other(linear, documents, monkeypatch):
-    """One head after the other, as on a CPU, gives the results of all heads at once, states and documents included."""
+def test_few_heads_at_a_time(linear, documents, monkeypatch):
+    """Two heads and then one, as on a CPU, give the results of all heads at once, states and documents included."""
     case = Case(T=130, H=3, G=2, R=4, D=3, M=4)
     inputs, cotangents = op_inputs(case, torch.float64, linear=linear)
     run = functools.partial(run_op, inputs, cotangents, backend="chunkwise", documents=documents)
-    monkeypatch.setattr(ops, "BY_HEAD", 1)
-    by_head = run()
-    monkeypatch.setattr(ops, "BY_HEAD", 10**6)
-    assert_agree(by_head, run(), "float64")
+    monkeypatch.setattr(ops, "HEAD_TOKENS", 2 * case.T)
+    two_and_one = run()
+    monkeypatch.setattr(ops, "HEAD_TOKENS", 3 * case.T)
+    assert_agree(two_and_one, run(), "float64")
 
 
 def test_caches_of_torch_compile_know_the_version_of_the_ops(monkeypatch):
