@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.data import Documents, load_tokenizer
 from interdomain.model.generation import Sampling, generate
-from interdomain.tools import convert, evaluate
+from interdomain.tools import _progress, convert, evaluate
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
@@ -149,6 +149,7 @@ def test_results(folders, tmp_path, capsys, monkeypatch, refused):
     other one began with tokens 2 and 1.
     """
     monkeypatch.setattr(perplexity, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(_progress, "LOG_SECONDS", 0.0)
     older = edit_run(shutil.copytree(folders[0], tmp_path / "older"), documents=None)
     two = {"begin": [2, 1], "end": []}
     other = edit_run(shutil.copytree(folders[1], tmp_path / "other"), documents=two)
@@ -173,9 +174,11 @@ def test_results(folders, tmp_path, capsys, monkeypatch, refused):
         bits = losses.sum().item() / math.log(2)
         expected = bits / sizes[:, :length].sum()
         assert row["bits per byte"] == pytest.approx(expected, rel=1e-6)
-    printed = capsys.readouterr().out
+    printed, log = capsys.readouterr()
     assert "does not record how documents began" in printed
     assert (out / "evaluation.md").read_text() in printed
+    assert evaluate.TASKS_NOTE not in printed
+    assert f"{older}, {first} 60: 100%" in log
     refused(evaluate.main, [older, *options], "never overwritten")
 
 
