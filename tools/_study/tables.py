@@ -47,8 +47,8 @@ NOTES = {
     "loss": "the best validation loss of each run in nats per token, ± the standard deviation over seeds.",
     "interval": "95 %, by bootstrap over the validation documents and the seeds, for the last validation.",
     "vs_softmax": "mean perplexity against softmax at its best rate, if both read as many tokens of the same text.",
-    "paper": "perplexity on FineWeb-Edu in tokens of Llama 2, beside runs with the paper's number of tokens. The paper does not "
-    "say which part it validated on.",
+    "paper": "perplexity on FineWeb-Edu in tokens of Llama 2, beside runs with the paper's number of tokens. The paper does "
+    "not say which part it validated on.",
 }
 
 Row = dict[str, Any]
