@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from interdomain.tools import _progress, convert, evaluate
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
-from interdomain.tools._paper import PAPER
+from interdomain.tools._paper import PAPER, has_papers_tokens
 
+from ..common import REPOSITORY
 from .checkpoints import edit_run, small_model, write_checkpoint
 
 HARNESS = pytest.mark.slow
@@ -219,6 +221,15 @@ def test_the_paper_s_averages_are_those_of_its_rows():
     for condition, means in PAPER["length"][_length.MEAN].items():
         rows = [PAPER["length"][name][condition] for name in _length.IN_MEAN]
         assert np.mean(rows, axis=0) == pytest.approx(means, abs=0.00501)
+
+
+def test_a_model_of_the_paper_has_read_as_many_tokens():
+    for size, tokens in PAPER["training_tokens"].items():
+        config = tomllib.loads((REPOSITORY / f"train_configs/{size}.toml").read_text())
+        assert config["training"]["tokens"] == tokens
+    assert has_papers_tokens("1.3B", 49_592 * 524_288)  # in whole steps
+    assert not has_papers_tokens("1.3B", 300 * 524_288)
+    assert not has_papers_tokens("debug", 1_638_400)
 
 
 def test_the_table_has_models_and_paper_side_by_side():
