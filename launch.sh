@@ -79,7 +79,9 @@ lock() {
   flock -n 9 2>/dev/null && return
   [ $? -eq 1 ] || return 0 # else it is not held, but impossible
   echo "waiting for another start, which installs into $venv"
+  show_progress "$venv/install.log" 9>&- &
   flock 9 || true
+  end_progress $!
 }
 
 # show_progress LOG: the seconds that passed and what pip does, until it is killed or this start ends. A terminal has one line that is
@@ -94,6 +96,12 @@ show_progress() {
     last=$(grep -oE '(Collecting|Processing|Downloading|Installing) [^(:,]+' "$1" | tail -n 1) || true
     printf "$line" "$SECONDS" "$last"
   done 2>/dev/null
+}
+
+# end_progress PID: ends a show_progress in the background.
+end_progress() {
+  { kill "$1" && wait "$1"; } 2>/dev/null || true
+  if [ -t 1 ]; then echo; fi
 }
 
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from, by one
@@ -116,8 +124,7 @@ make_environment() {
   show_progress "$log" 9>&- &
   progress=$!
   install "$extras" >"$log" 2>&1 || status=$?
-  { kill "$progress" && wait "$progress"; } 2>/dev/null || true
-  if [ -t 1 ]; then echo; fi
+  end_progress "$progress"
   if [ "$status" -ne 0 ]; then
     tail -n 20 "$log" >&2
     fail "the installation into $venv failed (whole log: $log). Mend the cause and start again: it continues there."

@@ -15,7 +15,7 @@ from interdomain.model.maps import share
 
 FEW = 40  # up to this many tokens are written beside a map
 SMALL = 2.2  # inches of a panel
-LARGE = 5.6  # inches of a panel with tokens beside it
+LARGE = 5.6  # inches of a panel with tokens beside it; FEW tokens have a line each
 
 
 def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> None:
@@ -37,12 +37,12 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
     text = f"{title}: share of each column's token in each row's output"
     # The texts of few tokens stand beside the maps, which are larger then.
     if len(labels) > FEW:
-        figure = _panels(text, shares, SMALL, norm)
+        figure = _panels(text, shares, SMALL, 4, norm)
     else:
-        figure = _panels(text, shares, LARGE, norm)
+        figure = _panels(text, shares, LARGE, 2, norm)
         for axis in figure.axes[:-1]:  # the last is the colour bar
-            axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
-            axis.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
+            axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8, parse_math=False)
+            axis.set_yticks(range(len(labels)), labels, fontsize=8, parse_math=False)
     figure.savefig(path)
 
 
@@ -58,24 +58,25 @@ def draw_pairing(path: Path, title: str, weights: Tensor) -> None:
 
     scaled = weights / weights.abs().amax((1, 2), keepdim=True)
     text = f"{title}: weight of a value for a query that matches a key"
-    figure = _panels(text, scaled, SMALL, Normalize(-1, 1))
+    figure = _panels(text, scaled, SMALL, 4, Normalize(-1, 1))
     figure.supxlabel("r: how many tokens ago the value came", fontsize="small")
     figure.supylabel("s: how many tokens ago the key came", fontsize="small")
     figure.savefig(path)
 
 
-def _panels(title: str, matrices: Tensor, size: float, norm: Any) -> Any:
-    """Makes a figure with a panel per head, four in a row, and a colour bar as its last axes.
+def _panels(title: str, matrices: Tensor, size: float, columns: int, norm: Any) -> Any:
+    """Makes a figure with a panel per head, and a colour bar as its last axes.
 
     Args:
         title: The title of the figure.
         matrices: The values, [H, rows, columns].
         size: The size of a panel in inches.
+        columns: The most panels in a row.
         norm: Matplotlib's map of values to colours.
     """
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
-    columns = min(4, len(matrices))
+    columns = min(columns, len(matrices))
     rows = -(-len(matrices) // columns)
     figsize = (size * columns + 0.8, size * rows + 0.4)
     figure = Figure(figsize=figsize, dpi=110, layout="constrained")

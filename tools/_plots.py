@@ -21,11 +21,19 @@ COLOURS = (
     "#9c5b33",
     "#7fb83a",
     "#f2789f",
+    "#00b894",
+    "#a3195b",
+    "#5cc0f0",
+    "#e8a87c",
+    "#6b7a1f",
+    "#a596e8",
+    "#51627d",
+    "#2b4fd8",
 )
 LINES = ("-", "--", ":", "-.")
 PANEL_WIDTH = 6.0  # inches
-LEAST_HEIGHT = 3.0  # inches of a row
-LABEL_HEIGHT = 0.24  # inches of a line of the legend
+LEAST_HEIGHT = 3.0  # inches of a panel of curves
+LABEL_HEIGHT = 0.24  # inches of a line of the legend, or of a dot
 
 # Matplotlib's arguments `color` and `linestyle` of each label.
 Looks = dict[str, dict[str, str]]
@@ -58,7 +66,7 @@ class Panel:
         x_label: The label of the x axis.
         y_label: The label of the y axis.
         log_x: True for a logarithmic x axis with a tick at each point.
-        log_y: True for a logarithmic y axis.
+        log_y: True for a logarithmic y axis, if the values are far apart.
     """
 
     title: str
@@ -72,6 +80,11 @@ class Panel:
     def labels(self) -> list[str]:
         return [curve.label for curve in self.curves]
 
+    @property
+    def height(self) -> float:
+        """Returns the inches that the panel needs."""
+        return max(LEAST_HEIGHT, 0.6 + LABEL_HEIGHT * len(self.curves))
+
     def draw(self, axis: Any, looks: Looks) -> None:
         """Draws into matplotlib's axes.
 
@@ -79,7 +92,7 @@ class Panel:
             axis: The axes.
             looks: The colour and line style of each label of the figure.
         """
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+        from matplotlib.ticker import NullFormatter
 
         # A line with points and error bars for each curve.
         ticks = set()
@@ -103,14 +116,7 @@ class Panel:
             axis.set_xticks(sorted(ticks), [f"{x:,}" for x in sorted(ticks)], rotation=45)
             axis.xaxis.set_minor_formatter(NullFormatter())
         if self.log_y:
-            axis.set_yscale("log")
-            # Ticks at these multiples of powers of ten: an axis within one decade needs more of
-            # them.
-            low, high = axis.get_ylim()
-            multiples = (1, 3) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
-            axis.yaxis.set_major_locator(LogLocator(subs=multiples))
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-            axis.yaxis.set_minor_formatter(NullFormatter())
+            spread_values(axis, "y")
         axis.grid(visible=True, alpha=0.3, linewidth=0.5)
         axis.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
@@ -139,15 +145,22 @@ class Dots:
         title: The title above the axes.
         dots: The dots.
         x_label: The label of the x axis.
+        log_x: True for a logarithmic x axis, if the values are far apart.
     """
 
     title: str
     dots: Sequence[Dot]
     x_label: str
+    log_x: bool = False
 
     @property
     def labels(self) -> list[str]:
         return [dot.label for dot in self.dots]
+
+    @property
+    def height(self) -> float:
+        """Returns the inches that the rows need, with the title and the label of the axis."""
+        return 1.1 + LABEL_HEIGHT * len(self.dots)
 
     def draw(self, axis: Any, looks: Looks) -> None:
         """Draws into matplotlib's axes.
@@ -175,14 +188,38 @@ class Dots:
         axis.set_xlabel(self.x_label, loc="right")
         axis.set_ylim(len(self.dots) - 0.4, -0.8)
         axis.margins(x=0.12)
+        if self.log_x:
+            spread_values(axis, "x")
         axis.grid(axis="x", alpha=0.3, linewidth=0.5)
+
+
+def spread_values(axes: Any, name: str) -> None:
+    """Makes an axis logarithmic if one of its values is more than twice another.
+
+    Args:
+        axes: Matplotlib's axes, with all curves or dots.
+        name: The axis, "x" or "y".
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = getattr(axes.dataLim, f"interval{name}")
+    if high <= 2 * low:
+        return
+    axes.set(**{f"{name}scale": "log"})
+    # Ticks at these multiples of powers of ten: an axis within one decade needs more of them.
+    multiples = (1, 3) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=multiples))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def figure_of(rows: Sequence[Sequence[Panel | Dots]]) -> Any:
     """Returns a figure of rows of panels. Each row is as high as its labels need.
 
     Args:
-        rows: The panels of each row, from the top. Rows may differ in length.
+        rows: The panels of each row, from the top. A panel that has no neighbour is as wide as the
+            figure.
     """
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
@@ -190,8 +227,7 @@ def figure_of(rows: Sequence[Sequence[Panel | Dots]]) -> Any:
     looks: Looks = {}
     heights = []
     for row in rows:
-        most_labels = max(len(panel.labels) for panel in row)
-        heights.append(max(LEAST_HEIGHT, 0.6 + LABEL_HEIGHT * most_labels))
+        heights.append(max(panel.height for panel in row))
         for panel in row:
             for label in panel.labels:
                 # Lines are dashed when the colours run out.
@@ -206,7 +242,10 @@ def figure_of(rows: Sequence[Sequence[Panel | Dots]]) -> Any:
     grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
-            axis = figure.add_subplot(grid[i, j])
+            place = grid[i, j]
+            if len(row) == 1:
+                place = grid[i, :]
+            axis = figure.add_subplot(place)
             panel.draw(axis, looks)
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_title(panel.title, loc="left", fontweight="bold", fontsize="medium")

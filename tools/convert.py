@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import interdomain
 from interdomain.checkpoint import pretrained, step_folder
@@ -49,6 +48,7 @@ from interdomain.tools._cli import (
     path_argument,
     user_errors,
 )
+from interdomain.tools._progress import progress_bar
 
 MAX_FILE_BYTES = 4 * 10**9  # the largest file of weights; more weights make several files
 
@@ -145,7 +145,7 @@ def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
     with new_folder(output) as folder:
         # The weights.
         title = checkpoint.folder.name
-        with tqdm(total=len(names), desc=title, unit=" tensors", disable=None) as bar:
+        with progress_bar(total=len(names), desc=title, unit=" tensors") as bar:
 
             def read(names: list[str]) -> dict[str, Tensor]:
                 bar.update(len(names))
@@ -230,7 +230,7 @@ def check_folder(
         )
 
     missing = set(meta_model(config).state_dict())
-    with tqdm(total=len(missing), desc="checking", unit=" tensors", disable=None) as bar:
+    with progress_bar(total=len(missing), desc="checking", unit=" tensors") as bar:
         for path in pretrained.weight_files(folder):
             for name in compare_file(path, checkpoint, dtype):
                 missing.remove(name)

@@ -43,13 +43,14 @@ from interdomain.tools._bench import results
 from interdomain.tools._bench.pages import page
 from interdomain.tools._bench.timing import release
 from interdomain.tools._evaluate import harness, length, perplexity, task_table
+from interdomain.tools._paper import has_papers_tokens
 
 MARKDOWN = "evaluation.md"
 RECORDED = ("dtype", "limit", "perplexity", "lengths", "packed")  # options that change figures
-NOTES = (
-    "Tasks: lm-evaluation-harness, ± standard error. Perplexity: windows without overlap, each from an empty state "
-    "(docs/evaluation.md); compare bits per byte if tokenizers differ. The paper does not say which documents it read, nor how "
-    "they were cut: compare shapes (docs/evaluation.md)."
+TASKS_NOTE = "Tasks: lm-evaluation-harness, ± standard error."
+PERPLEXITY_NOTE = (
+    "Perplexity: windows without overlap, each from an empty state (docs/evaluation.md); compare bits per byte if tokenizers "
+    "differ. The paper does not say which documents it read, nor how they were cut: compare shapes (docs/evaluation.md)."
 )
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")  # whose versions are recorded
 
@@ -306,10 +307,14 @@ def save(report: results.Report) -> None:
         report: The report. Its `contents` have the results of "tasks" and "perplexity" by folder,
             from which the tables are made.
     """
-    # The size and condition of each model decide which figures of the paper stand beside them.
+    # The size, condition and tokens of each model decide which figures of the paper stand beside
+    # them.
     contents = report.contents
     folders = report.rows("folders")
-    cells = {(row["size"], row["condition"]) for row in folders}
+    cells = set()
+    for row in folders:
+        if has_papers_tokens(row["size"], row["trained tokens"]):
+            cells.add((row["size"], row["condition"]))
     if contents["tasks"]:
         tasks = {name: out["results"] for name, out in contents["tasks"].items()}
         rows = task_table.task_rows(tasks, cells)
@@ -467,7 +472,10 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
-    report.note(NOTES)
+    if args.tasks:
+        report.note(TASKS_NOTE)
+    if args.perplexity:
+        report.note(PERPLEXITY_NOTE)
     for folder in folders:
         if note := _cli.documents_note(folder.path, folder.tokenizer):
             report.note(note)

@@ -20,12 +20,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
@@ -49,8 +46,9 @@ from interdomain.tools._cli import (
     require_at_least,
     user_errors,
 )
+from interdomain.tools._progress import progress_bar
 
-LOG_SECONDS = 10.0  # between two lines of progress in a log
+MAX_SHARE_ERROR = 0.05  # of the validation split's share of the tokens, above which it is warned of
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 # Options that only one kind of corpus reads.
 TEXT_OPTIONS = ("text_field", "max_bytes", "leave_out_bad", "tokenizer", "vocab_size", "workers")
@@ -213,7 +211,8 @@ def write_manifest(
     if "train" not in splits or (fraction > 0 and "validation" not in splits):
         raise ValueError(
             f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}). Give more "
-            "documents or examples, another fraction, or 0 for no validation split."
+            "documents or examples (a text file is one document: cut a long text into files), another fraction, or 0 for no "
+            "validation split."
         )
     manifest = {
         "format": FORMAT,
@@ -227,6 +226,29 @@ def write_manifest(
     }
     text = json.dumps(manifest, indent=2) + "\n"
     write_atomically(folder / MANIFEST, text.encode())
+
+
+def warn_of_share(splits: dict[str, list[dict]], fraction: float) -> None:
+    """Warns if the validation split has a much larger or smaller share of the tokens than was asked for.
+
+    The fraction is of the documents, so this happens if there are few of them.
+
+    Args:
+        splits: The shards' records by split.
+        fraction: The share that was asked for.
+    """
+    tokens = {"validation": 0}
+    documents = 0
+    for split, shards in splits.items():
+        tokens[split] = sum(shard["tokens"] for shard in shards)
+        documents += sum(shard["documents"] for shard in shards)
+    share = tokens["validation"] / sum(tokens.values())
+    if abs(share - fraction) > MAX_SHARE_ERROR:
+        print(
+            f"warning: the validation split has {share:.0%} of the tokens, and --validation-fraction is {fraction}: the "
+            f"fraction is of the {documents:,} documents. More or shorter documents bring the share nearer.",
+            file=sys.stderr,
+        )
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
@@ -309,25 +331,7 @@ def prepare_text(args: argparse.Namespace) -> None:
             tokenizer.write(folder)
             splits = merge_parts(prefixes, folder, tokenizer.vocab_size, args.shard_tokens)
             write_manifest(folder, tokenizer, request, splits)
-
-
-def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
-    """Returns a progress bar that moves in a terminal and writes lines in a log.
-
-    Args:
-        iterable: The items to count as they pass. None if the caller updates the bar.
-        **options: Other arguments of tqdm.
-    """
-    if sys.stderr.isatty():
-        return tqdm(iterable, delay=0.1, **options)
-    # tqdm writes over what it wrote. In a log each state gets a line, without the bar.
-    return tqdm(
-        iterable,
-        mininterval=LOG_SECONDS,
-        delay=LOG_SECONDS,
-        bar_format="{l_bar}{r_bar}\n",
-        **options,
-    )
+        warn_of_share(splits, args.validation_fraction)
 
 
 def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> Tokenizer:

@@ -11,6 +11,8 @@ import sys
 
 # The variable that names the launcher's file: /proc/PID/fd/N, which exists as long as the launcher.
 REASON_FILE = "INTERDOMAIN_REASON_FILE"
+# The variable that names the file in which the launcher writes the signal that it passes on.
+SIGNAL_FILE = "INTERDOMAIN_SIGNAL_FILE"
 LEFT = "left"  # the run was asked to stop, and the same command continues it
 STOPPED = "stopped"  # the run made a decision that a restart would only repeat
 ENDED = "ended"  # all steps are done and saved
@@ -27,6 +29,19 @@ def notify_launcher(reason: str) -> None:
         # A full disk is one of the reasons to stop, so a failed write must not hide it.
         with contextlib.suppress(OSError), open(path, "w") as f:
             f.write(reason)
+
+
+def launchers_signal() -> str:
+    """Returns what the launcher received, such as Ctrl-C. Empty if it received nothing.
+
+    The ranks get SIGTERM for it.
+    """
+    path = os.environ.get(SIGNAL_FILE)
+    if path:
+        # The file is gone if the launcher was killed.
+        with contextlib.suppress(OSError), open(path) as f:
+            return f.read()
+    return ""
 
 
 def launcher_has_ended() -> bool:

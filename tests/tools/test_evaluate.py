@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from torch.nn.functional import cross_entropy
 from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.data import Documents, load_tokenizer
 from interdomain.model.generation import Sampling, generate
-from interdomain.tools import convert, evaluate
+from interdomain.tools import _progress, convert, evaluate
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
-from interdomain.tools._paper import PAPER
+from interdomain.tools._paper import PAPER, has_papers_tokens
 
+from ..common import REPOSITORY
 from .checkpoints import edit_run, small_model, write_checkpoint
 
 HARNESS = pytest.mark.slow
@@ -149,6 +151,7 @@ def test_results(folders, tmp_path, capsys, monkeypatch, refused):
     other one began with tokens 2 and 1.
     """
     monkeypatch.setattr(perplexity, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(_progress, "LOG_SECONDS", 0.0)
     older = edit_run(shutil.copytree(folders[0], tmp_path / "older"), documents=None)
     two = {"begin": [2, 1], "end": []}
     other = edit_run(shutil.copytree(folders[1], tmp_path / "other"), documents=two)
@@ -173,9 +176,11 @@ def test_results(folders, tmp_path, capsys, monkeypatch, refused):
         bits = losses.sum().item() / math.log(2)
         expected = bits / sizes[:, :length].sum()
         assert row["bits per byte"] == pytest.approx(expected, rel=1e-6)
-    printed = capsys.readouterr().out
+    printed, log = capsys.readouterr()
     assert "does not record how documents began" in printed
     assert (out / "evaluation.md").read_text() in printed
+    assert evaluate.TASKS_NOTE not in printed
+    assert f"{older}, {first} 60: 100%" in log
     refused(evaluate.main, [older, *options], "never overwritten")
 
 
@@ -216,6 +221,15 @@ def test_the_paper_s_averages_are_those_of_its_rows():
     for condition, means in PAPER["length"][_length.MEAN].items():
         rows = [PAPER["length"][name][condition] for name in _length.IN_MEAN]
         assert np.mean(rows, axis=0) == pytest.approx(means, abs=0.00501)
+
+
+def test_a_model_of_the_paper_has_read_as_many_tokens():
+    for size, tokens in PAPER["training_tokens"].items():
+        config = tomllib.loads((REPOSITORY / f"train_configs/{size}.toml").read_text())
+        assert config["training"]["tokens"] == tokens
+    assert has_papers_tokens("1.3B", 49_592 * 524_288)  # in whole steps
+    assert not has_papers_tokens("1.3B", 300 * 524_288)
+    assert not has_papers_tokens("debug", 1_638_400)
 
 
 def test_the_table_has_models_and_paper_side_by_side():

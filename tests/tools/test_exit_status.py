@@ -98,6 +98,12 @@ def test_what_the_end_of_torchrun_means(program, status, message, capfd):
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # the launcher's handlers are gone
 
 
+def test_ranks_know_which_signal_the_user_sent(capfd):
+    program = "from interdomain.launcher import launchers_signal; print(launchers_signal())"
+    run(f"ask(signal.SIGINT, launcher); wait(); {program}")
+    assert capfd.readouterr().out == "Ctrl-C\n"
+
+
 def test_a_run_that_is_ended_at_once_leaves_no_descendant():
     """A rank is in a session of its own, and may have started processes of its own."""
     grandchild = "import time; print('started', flush=True); time.sleep(600)"

@@ -13,6 +13,7 @@ from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
 from interdomain.tools import generate
 
+from ..common import REPOSITORY
 from .checkpoints import edit_run
 
 GREEDY = Sampling(temperature=0)
@@ -80,6 +81,11 @@ def test_a_text_begins_as_documents_did_in_training(
     assert ("does not record how documents began" in err) == (documents is None)
     if not start:
         refused(generate.main, [folder, "--prompt", ""], "an empty prompt has no tokens")
+
+
+def test_the_committed_model_records_how_documents_began(capsys):
+    run(REPOSITORY / "benchmarks/models/debian", "--prompt", "The", "--max-tokens", 1)
+    assert "does not record how documents began" not in capsys.readouterr().err
 
 
 def yes():

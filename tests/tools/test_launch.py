@@ -255,15 +255,17 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     start("launch", "mine/env/bin/python")
 
 
+HELD_PIP = """#!/bin/sh
+case "$*" in *"pip install"*)
+    echo "Collecting torch==2.13.0"
+    while test -e hold; do sleep 0.1; done ;;
+esac
+"""
+
+
 def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
     """In one line, which is rewritten. Into a file goes no control character."""
-    pip = """#!/bin/sh
-    case "$*" in *"pip install"*)
-        echo "Collecting torch==2.13.0"
-        while test -e hold; do sleep 0.1; done ;;
-    esac
-    """
-    checkout(pip, ".venv/bin/python")
+    checkout(HELD_PIP, ".venv/bin/python")
     Path("hold").touch()
     terminal, end = pty.openpty()
     with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as start:
@@ -282,6 +284,24 @@ def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
     Path("constraints.txt").write_text("torch==0\n")
     printed = subprocess.check_output("./launch.sh", text=True)
     assert printed == f"{first}\n"
+
+
+def test_a_start_that_waits_for_another_counts_the_seconds(checkout):
+    checkout(HELD_PIP, ".venv/bin/python")
+    Path("hold").touch()
+    terminal, end = pty.openpty()
+    with subprocess.Popen("./launch.sh", stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline().startswith("installing")
+        with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as second:
+            os.close(end)
+            shown = ""
+            while shown.count(" s  Collecting torch==2.13.0") < 2:
+                assert second.poll() is None, shown
+                shown += os.read(terminal, 1000).decode()
+            Path("hold").unlink()
+    os.close(terminal)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert shown.startswith("waiting for another start")
 
 
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):

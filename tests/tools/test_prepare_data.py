@@ -24,11 +24,12 @@ from interdomain.data import TokenCorpus, load_tokenizer, read_manifest, readers
 from interdomain.data.readers import (
     documents_of,
     find_inputs,
+    in_validation,
     list_spans,
     read_documents,
     stdlib_files,
 )
-from interdomain.tools import prepare_data
+from interdomain.tools import _progress, prepare_data
 
 from ..common import TIMEOUT
 
@@ -167,7 +168,7 @@ def test_every_document_is_read_once_wherever_a_file_is_cut(
 PROGRAM = """
 import os, sys, time
 from interdomain.data import readers, tokenize_parallel
-from interdomain.tools import prepare_data
+from interdomain.tools import _progress, prepare_data
 readers.SPAN_BYTES = tokenize_parallel.SMALLEST_PART = 3000
 real = os.replace
 def replace_slowly(*paths):
@@ -408,6 +409,18 @@ def test_columns(prepare, tmp_path):
     assert decoded(prepare(file, out=tmp_path / "bytes")) == ["a", "ä"]
 
 
+def test_a_split_of_another_size_than_asked_for(prepare, tmp_path, capsys):
+    """The fraction is of the documents. One of these has most of the text."""
+    long = "long " * 500
+    while not in_validation(long, 0.1):
+        long += "x"
+    (tmp_path / "rows.jsonl").write_text(rows_of([long, *map(str, range(50))]))
+    out = prepare(tmp_path / "rows.jsonl", ["--validation-fraction", 0.1])
+    sizes = [TokenCorpus(out, split).num_tokens for split in ("train", "validation")]
+    assert sizes[1] > sizes[0]
+    assert "documents. More or shorter" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -436,7 +449,7 @@ def test_a_full_disk(sources, prepare, tmp_path, monkeypatch):
 
 
 def test_a_log_has_lines_of_progress(sources, prepare, small_parts, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_data, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(_progress, "LOG_SECONDS", 0.0)
     prepare(sources / "rows.jsonl")
     lines = capsys.readouterr().err.split("\n")
     shown = [line for line in lines if line.startswith("\rtokenising (processes: 1): ")]

@@ -71,7 +71,10 @@ def panels_of(runs):
 
 def test_the_table_of_the_study(write, tmp_path):
     runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
+    # It has gone ten steps since its last validation.
     runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
+    with SummaryWriter(f"{runs[-1]}/tb") as writer:
+        writer.add_scalar("n_tokens_seen", 310 * 524_288, 310)
     ablation = "--mixer.c_form identity --mixer.n_basis 32"
     runs.append(write("ablated", "interdomain", {1: 4.0}, ablation))
     cells, text = show(tmp_path / "out", *runs)
@@ -94,6 +97,12 @@ def test_the_table_of_the_study(write, tmp_path):
     assert other["perplexity"][0] == pytest.approx(2 * math.exp(2.5))
     assert large["vs_softmax"] is None
     assert ablated["paper"] is None
+    # The paper has a figure of the size and condition, but not of so few tokens.
+    assert large["paper"] is None
+    assert (large["tokens"], ours["status"]) == (300 * 524_288, None)
+    assert large["status"] == "unfinished, step 310 of 13,352"
+    assert "- paper: " in text
+    assert "- interval: " not in text  # no run has the losses of its documents
     assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 |" in text
     # The ablated run made one step, the others 4,769.
     assert ablated["vs_softmax"] is None

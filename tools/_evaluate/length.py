@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from interdomain.data.indexed import file_sha256
 from interdomain.data.readers import HUGGING_FACE, read_documents
 from interdomain.folders import new_folder
+from interdomain.tools._progress import progress_bar
 
 NAME = "paper"  # what --perplexity takes
 SOURCES = "sources.json"
@@ -77,7 +76,7 @@ def _fetch_corpus(source: Source, file: Path) -> dict[str, Any]:
     documents = read_documents([HUGGING_FACE + source.dataset], source.field)
     with (
         file.open("w") as f,
-        tqdm(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True, disable=None) as bar,
+        progress_bar(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True) as bar,
     ):
         for text in documents:
             # LongBench repeats a text for every question about it.

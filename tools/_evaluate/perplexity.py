@@ -35,12 +35,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from interdomain.data import StreamDecoder, Tokenizer
 from interdomain.data.readers import read_documents
 from interdomain.model import Transformer
 from interdomain.model.generation import PREFILL_CHUNK
+from interdomain.tools._progress import progress_bar
 
 
 def text_sizes(tokenizer: Tokenizer, text: str, ids: list[int]) -> np.ndarray:
@@ -105,7 +105,7 @@ def read_spans(
     longest = 0
     rest = np.empty((2, 0), np.int32)  # tokens and bytes that are not in a span yet
     documents = read_documents([corpus], text_field, convert=encode)
-    for document, ids in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
+    for document, ids in progress_bar(documents, desc=Path(corpus).name, unit=" documents"):
         longest = max(longest, len(ids))
         if not ids or (not packed and len(ids) < size):
             continue
@@ -196,13 +196,8 @@ def measure(
     text_bytes = int(used[1].sum())
     # Sum the losses in double precision.
     total = 0.0
-    with tqdm(
-        total=windows.numel(),
-        desc=f"{name} {length:,}",
-        unit=" tokens",
-        unit_scale=True,
-        disable=None,
-    ) as bar:
+    title = f"{name} {length:,}"
+    with progress_bar(total=windows.numel(), desc=title, unit=" tokens", unit_scale=True) as bar:
         for part in windows.split(batch):
             total += window_losses(model, part.to(device), start).double().sum().item()
             bar.update(part.numel())

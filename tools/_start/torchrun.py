@@ -23,7 +23,14 @@ from typing import Any
 import torch
 
 from interdomain.folders import private_folder
-from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED, end_with_parent
+from interdomain.launcher import (
+    ENDED,
+    LEFT,
+    REASON_FILE,
+    SIGNAL_FILE,
+    STOPPED,
+    end_with_parent,
+)
 from interdomain.tools._cli import python_here, user_errors
 
 # Exit statuses.
@@ -154,7 +161,9 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     received = []
 
     def pass_on(number, frame) -> None:
+        name = signal.Signals(number).name
         if number == signal.SIGINT:
+            name = "Ctrl-C"
             if number in received:
                 end_at_once(process.pid)
             else:
@@ -162,7 +171,9 @@ def run(command: list[str], environment: dict[str, str]) -> int:
                 print(message, file=sys.stderr, flush=True)
         if not received:
             # Once only: torchrun passes SIGTERM on to the ranks, and at its third stops waiting for
-            # them.
+            # them. They read here which signal it was.
+            signal_file.write(name)
+            signal_file.flush()
             process.send_signal(signal.SIGTERM)
         received.append(number)
 
@@ -174,15 +185,23 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     # Signals that are ignored while torchrun is started are ignored by torchrun, too. A scheduler
     # or a closing terminal may send them to every process, and torchrun must not die of them.
     ignored = dict.fromkeys((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
-    # A rank writes into this file why the run ended, which torchrun's exit status cannot say. The
-    # file has no name on the disk, and is gone when this process ends.
-    with tempfile.TemporaryFile("w+") as reason_file, handlers(ignored):
-        path = f"/proc/{os.getpid()}/fd/{reason_file.fileno()}"
+    # A rank writes into the first file why the run ended, which torchrun's exit status cannot say.
+    # The files have no name on the disk, and are gone when this process ends.
+    with (
+        tempfile.TemporaryFile("w+") as reason_file,
+        tempfile.TemporaryFile("w") as signal_file,
+        handlers(ignored),
+    ):
+        descriptors = f"/proc/{os.getpid()}/fd"
+        files = {
+            REASON_FILE: f"{descriptors}/{reason_file.fileno()}",
+            SIGNAL_FILE: f"{descriptors}/{signal_file.fileno()}",
+        }
         # If this process is killed, torchrun gets SIGTERM: the run saves and leaves, and the same
         # command continues it.
         process = subprocess.Popen(
             command,
-            env={**environment, REASON_FILE: path},
+            env=environment | files,
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         with handlers(requests):

@@ -17,7 +17,7 @@ import numpy as np
 
 from interdomain.markdown import cell_text, markdown_rows
 from interdomain.titan.settings.job_config import pairs
-from interdomain.tools._paper import PAPER
+from interdomain.tools._paper import PAPER, has_papers_tokens
 from interdomain.tools._plots import Curve, Dot, Dots, Panel
 from interdomain.tools._study.definition import VALIDATION
 
@@ -39,11 +39,17 @@ CELL_SETTINGS = (
 # Hyperparameters in which runs of one arm may differ.
 FREE_FACTS = ("seed", "ranks", "recompute")
 BOOTSTRAP_SAMPLES = 2000  # of the 95 % intervals
-NOTES = """\
-loss: the best validation loss of each run in nats per token, ± the standard deviation over seeds. vs softmax: mean perplexity
-against softmax at its best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the validation
-documents and the seeds, for the last validation. compute: 6ND of all parameters. state: numbers per sequence in all layers.
-paper: perplexity on FineWeb-Edu in tokens of Llama 2. The paper does not say which part it validated on."""
+# The meaning of columns of the table.
+NOTES = {
+    "tokens": "read at the last validation.",
+    "compute": "6ND of all parameters.",
+    "state": "numbers per sequence in all layers.",
+    "loss": "the best validation loss of each run in nats per token, ± the standard deviation over seeds.",
+    "interval": "95 %, by bootstrap over the validation documents and the seeds, for the last validation.",
+    "vs_softmax": "mean perplexity against softmax at its best rate, if both read as many tokens of the same text.",
+    "paper": "perplexity on FineWeb-Edu in tokens of Llama 2, beside runs with the paper's number of tokens. The paper does "
+    "not say which part it validated on.",
+}
 
 Row = dict[str, Any]
 
@@ -73,7 +79,8 @@ class Run:
             condition.
         facts: The hyperparameters that it logged.
         curves: The value of each tag by tokens read.
-        trained: The number of tokens that it has read.
+        trained: The number of tokens that it had read at the last validation.
+        status: How far it is. None if it is finished.
         documents: Sums over each validation document at the last validation: its loss in "nats",
             and its "labels", the number of predicted tokens, 0 if it was not read. None if the
             split has many documents.
@@ -84,6 +91,7 @@ class Run:
     facts: Row
     curves: dict[str, dict[int, float]]
     trained: int
+    status: str | None
     documents: dict[str, list[float]] | None
     configuration: Row
 
@@ -126,6 +134,13 @@ class Run:
         losses = curves[VALIDATION].items()
         curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses}
 
+        # A run ends with a validation of its last step.
+        validated = max(map(int, record["curves"][VALIDATION]))
+        steps = facts["tokens"] // facts["tokens_per_step"]
+        status = None
+        if validated < steps:
+            status = f"unfinished, step {last_step:,} of {steps:,}"
+
         # A run outside of a study is labelled by what it logged.
         labels = {"size": facts["model"], "condition": facts["condition"]}
         if "run" in record:
@@ -135,7 +150,8 @@ class Run:
             labels=labels,
             facts=facts,
             curves=curves,
-            trained=tokens_at(last_step),
+            trained=tokens_at(validated),
+            status=status,
             documents=record.get("documents"),
             configuration=dict(pairs(record["configuration"])),
         )
@@ -390,11 +406,16 @@ def _row(arm: Arm, best: list[Arm]) -> Row:
 
     # The paper's figure. A condition with settings of its own has another name, and so no figure of
     # the paper.
-    paper_figures = PAPER["validation_perplexity"].get(facts["model"], {})
-    paper = paper_figures.get(facts["condition"])
+    paper = None
     paper_vs_softmax = None
-    if paper:
-        paper_vs_softmax = paper / paper_figures["softmax"] - 1
+    if has_papers_tokens(facts["model"], arm.first.trained):
+        paper_figures = PAPER["validation_perplexity"][facts["model"]]
+        paper = paper_figures.get(facts["condition"])
+        if paper:
+            paper_vs_softmax = paper / paper_figures["softmax"] - 1
+
+    # The seeds that are not finished.
+    status = [run.status for run in arm.runs if run.status]
 
     return {
         "condition": arm.name_among(best, without="lr"),
@@ -411,6 +432,7 @@ def _row(arm: Arm, best: list[Arm]) -> Row:
         "accuracy": arm.accuracy,
         "paper": paper,
         "paper_vs_softmax": paper_vs_softmax,
+        "status": "; ".join(status) or None,
     }
 
 
@@ -456,7 +478,10 @@ def page(groups: Groups) -> str:
     texts = [[name.replace("_", " ") for name in columns]]
     for row in table:
         texts.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
-    lines = [*markdown_rows(texts), "", NOTES]
+    lines = [*markdown_rows(texts), ""]
+    for name in columns:
+        if name in NOTES:
+            lines.append(f"- {name.replace('_', ' ')}: {NOTES[name]}")
     for group, members in groups.items():
         lines += [f"- {reason}" for reason in incomparable(group, at_best_rates(members))]
     return "\n".join(lines) + "\n"
@@ -542,4 +567,4 @@ def _dots(title: str, arms: list[Arm], has_answers: bool) -> Dots:
         name = arm.name_among(arms)
         dots.append(Dot(name, value.mean, interval, f"{name} ({len(arm.runs)})"))
     dots.sort(key=lambda dot: dot.value, reverse=has_answers)
-    return Dots(title, dots, x_label + bars)
+    return Dots(title, dots, x_label + bars, log_x=not has_answers)

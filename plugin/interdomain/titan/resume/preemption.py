@@ -14,7 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from interdomain.launcher import LEFT, end_with_parent, launcher_has_ended, notify_launcher
+from interdomain.launcher import (
+    LEFT,
+    end_with_parent,
+    launcher_has_ended,
+    launchers_signal,
+    notify_launcher,
+)
 
 from ..host import logger
 
@@ -30,7 +36,7 @@ class Preemption:
     after the same step.
 
     Attributes:
-        asked: The signal that this rank received.
+        asked: The name of the signal that asked this rank to stop.
         listening: Whether signals are noted. Until `listen` they end the process.
         last: The vote of the last step, and the event after its copy to the host.
         before: The vote of the step before the last.
@@ -38,7 +44,7 @@ class Preemption:
 
     def __init__(self) -> None:
         """Makes this rank end together with its torchrun. Signals are noted after `listen` only."""
-        self.asked: signal.Signals | None = None
+        self.asked: str | None = None
         self.listening = False
         self.last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -55,7 +61,10 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal: notes the first one. `frame` is Python's, and is ignored."""
-        self.asked = self.asked or signal.Signals(number)
+        if self.asked is None:
+            self.asked = launchers_signal() or signal.Signals(number).name
+            # A step may take long.
+            logger.info("%s: saving after the next step, then leaving.", self.asked)
         # torchrun stops waiting at its third signal. The save must not end with it.
         _die_with_torchrun(0)
 
@@ -99,7 +108,7 @@ class Preemption:
         saved = trainer.checkpointer.save_now(trainer.step)
         why = "a signal to another rank"
         if self.asked:
-            why = self.asked.name
+            why = self.asked
         # Newer versions of SLURM tell a job when its time limit is, in seconds since 1970.
         end_time = os.environ.get("SLURM_JOB_END_TIME")
         if end_time:
