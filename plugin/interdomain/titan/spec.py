@@ -30,7 +30,7 @@ from interdomain.removed import removal_of
 
 from .data.dataloader import open_data
 from .data.folders import data_record, open_dataset, open_tokenizer
-from .data.torchtitan_text import as_trained, text_record
+from .data.torchtitan_text import as_trained, check_tokenizer_folder, text_record
 from .errors import user_errors
 from .host import (
     BaseModelArgs,
@@ -332,6 +332,7 @@ def build_tokenizer(config: Any) -> Any:
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)
+    check_tokenizer_folder("model.hf_assets_path", config.model.hf_assets_path)
     tokenizer = build_hf_tokenizer(config)
     check_vocab(tokenizer.get_vocab_size(), plan.config.vocab_size)
     return tokenizer

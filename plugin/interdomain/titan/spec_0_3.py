@@ -15,7 +15,7 @@ from torch import nn
 
 from interdomain.data import check_vocab
 
-from .data.torchtitan_text import as_trained, text_record
+from .data.torchtitan_text import as_trained, check_tokenizer_folder, text_record
 from .host import (
     SECTIONS,
     BaseModel,
@@ -241,6 +241,8 @@ def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
     model.job = job_config_of_values(values, problems, model.job)
     problems.raise_all()
     make_plan_of(config, model)
+    if isinstance(config.tokenizer, titan_tokenizer.HuggingFaceTokenizer.Config):
+        check_tokenizer_folder("hf_assets_path", config.hf_assets_path)
 
     # TorchTitan builds the adapter between data and checkpoints. It is time for the record.
     def adapter_and_record(model_config: TitanModelConfig, path: str | None) -> ExportedNames:
