@@ -157,6 +157,14 @@ def test_halves_of_copied_checkpoints_stop_a_start(tmp_path, alone, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
+def test_a_last_checkpoint_of_weights_only_is_announced(caplog):
+    full = "--checkpoint.enable --checkpoint.no-last_save_model_only"
+    spec.resolve(tiny_config(full))
+    assert "only weights" not in caplog.text
+    spec.resolve(tiny_config("--checkpoint.enable"))
+    assert caplog.text.count("the last checkpoint will hold only weights") == 1
+
+
 def test_a_folder_without_a_tokenizer(capsys):
     """TorchTitan's own message is about a setting that it has no more."""
     given = "--data.corpus= --model.hf_assets_path ./assets/tokenizer"

@@ -73,6 +73,7 @@ from .variant import (
     VariantMetricsBase,
     parallelize_variant,
     record_run,
+    warn_of_last_checkpoint,
 )
 
 # Settings whose resolved values TorchTitan's trainer reads: the batch, lengths in steps, and
@@ -133,6 +134,7 @@ def resolve(config: Any) -> Resolved:
     )
     job = in_steps(job, plan)
     config.resolved = Resolved(job, plan)
+    warn_of_last_checkpoint(config.checkpoint)
 
     # Values that follow from the plan, and that TorchTitan's trainer reads from its configuration.
     for setting in RESOLVED:

@@ -39,6 +39,7 @@ from .variant import (
     VariantMetricsBase,
     parallelize_variant,
     record_run,
+    warn_of_last_checkpoint,
 )
 
 # TorchTitan's sections whose names differ, and this plugin's.
@@ -332,6 +333,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         parallelism.pipeline_parallel_microbatch_size,
     )
     model.plan = plan
+    warn_of_last_checkpoint(config.checkpoint)
     config.training.local_batch_size = in_steps(job, plan).training.local_batch_size
     # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     parallelism.context_parallel_load_balancer = None

@@ -308,8 +308,13 @@ def check_batch(
             f"{schedule} on pipeline_parallel_degree = {degree} ranks cannot divide the "
             f"{batch.local_batch_size} sequence(s) that a rank reads at once."
         )
-        other_remedies = ["set another micro-batch"]
     remedies = [*_batch_remedies(job, batch, data_ranks, micro_batch), *other_remedies]
+    if not remedies:
+        # No one setting is enough. These sizes are possible with every schedule.
+        remedies = [
+            f"set training.local_batch_size to {degree}, training.global_batch_size to "
+            f"{degree * data_ranks} and parallelism.pipeline_parallel_microbatch_size to 1"
+        ]
     yield f"{problem} {', or '.join(remedies).capitalize()}."
 
 
@@ -363,6 +368,12 @@ def _batch_remedies(
     near = _nearest(global_batch, largest, lambda sequences: fits(local_batch, sequences))
     if near:
         yield f"set training.global_batch_size to {near}"
+    if micro_batch is None:
+        return
+    largest = batch.local_batch_size
+    near = _nearest(micro_batch, largest, lambda size: _schedule_runs(job, 0, largest, size))
+    if near:
+        yield f"set parallelism.pipeline_parallel_microbatch_size to {near}"
 
 
 def _nearest(number: int, largest: int, fits: Callable[[int], bool]) -> str:
