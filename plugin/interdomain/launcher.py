@@ -53,6 +53,26 @@ def launcher_has_ended() -> bool:
     return not os.path.isdir(process)
 
 
+def parent_is_torchrun() -> bool:
+    """Returns True if the parent of this process is the torchrun that started it.
+
+    torchrun runs in the same Python, and sets TORCHELASTIC_RUN_ID for its ranks, not for itself. A
+    script between torchrun and this process has the variable, too. If torchrun has ended, the parent
+    is another program.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return False
+    parent = f"/proc/{os.getppid()}"
+    try:
+        with open(f"{parent}/environ", "rb") as f:
+            variables = f.read().split(b"\0")
+        same_python = os.path.samefile(f"{parent}/exe", "/proc/self/exe")
+    except OSError:
+        return False
+    return same_python and f"TORCHELASTIC_RUN_ID={run_id}".encode() not in variables
+
+
 def end_with_parent(number: int) -> None:
     """Asks Linux to send this process a signal when its parent ends, however it ends.
 

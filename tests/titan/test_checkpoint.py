@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from interdomain.checkpoint.index import find_damage, read_index
 from interdomain.checkpoint.step_folder import finished_steps, half_copies, milestones
 from interdomain.titan.resume.lock import RunLock
+from interdomain.titan.resume.resume_from import check_resume_of_torchtitan
 
 from ..common import REPOSITORY, TIMEOUT
 from ..docs.pages import blocks
 from .conftest import refusal
+from .runs import parse
 from .small_run import (  # noqa: F401
     Run,
     alter_shard,
@@ -450,9 +452,39 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
-def test_a_run_does_not_continue_from_weights_only(new, folder, capsys):
-    """TorchTitan's trainer can save such a checkpoint."""
-    run = new()
+def save_only_weights(run, step):
+    """Saves a checkpoint as TorchTitan's trainer may save its last one."""
     run.manager.last_save_model_only = True
-    run.manager.save(4, last_step=True)
-    assert "holds only weights" in refusal(capsys, new().load)
+    run.manager.save(step, last_step=True)
+
+
+def test_a_run_does_not_continue_from_weights_only(new, folder, capsys):
+    save_only_weights(new(), 4)
+    error = refusal(capsys, new().load)
+    assert f"{folder / 'step-4'} holds only weights" in error
+    assert "To continue from step 3: --checkpoint.load_step 3. To start another run" in error
+
+
+def test_torchtitans_trainer_does_not_continue_from_weights_only(new, tmp_path):
+    folder = tmp_path / "run" / "checkpoint"
+    save_only_weights(new(), 4)
+    with pytest.raises(ValueError, match=r"step-4 holds only weights .* continues\. To start anot"):
+        check_resume_of_torchtitan(parse().checkpoint, folder)
+    new().save(3)
+    with pytest.raises(ValueError, match=r"continues\. To continue from step 3"):
+        check_resume_of_torchtitan(parse().checkpoint, folder)
+    check_resume_of_torchtitan(parse("--checkpoint.load_step 3").checkpoint, folder)
+
+    # An exported model is the latest.
+    (folder / "step-6").mkdir()
+    (folder / "step-6" / "model.safetensors.index.json").touch()
+    with pytest.raises(ValueError, match="step-6 holds only weights"):
+        check_resume_of_torchtitan(parse().checkpoint, folder)
+
+    # Another run's weights, in a new folder.
+    initial = f"--checkpoint.initial_load_path {folder / 'step-4'}"
+    elsewhere = tmp_path / "elsewhere"
+    check_resume_of_torchtitan(parse(initial).checkpoint, elsewhere)
+    given = f"{initial} --checkpoint.no-initial_load_model_only"
+    with pytest.raises(ValueError, match=r"continues\. To start from the weights"):
+        check_resume_of_torchtitan(parse(given).checkpoint, elsewhere)

@@ -48,8 +48,17 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 REFUSED = [
     ("--mixer.condition=s4", "mixer.condition must be one of softmax, interdomain, ... got s4"),
     ("--mixer.condition=softmax --mixer.n_basis=8", "mixer.n_basis = 8 ... no layer reads it"),
-    ("--training.local_batch_size=3", "training.global_batch_size = 8 must be a multiple of 6"),
+    (
+        "--training.local_batch_size=3",
+        "training.global_batch_size = 8 must be a multiple of 6 ... Set training.local_batch_size to "
+        "2 or 4, or set training.global_batch_size to 6 or 12.",
+    ),
     ("--training.global_batch_size=1", "= 1 must be a multiple of 2, the number of data-parallel"),
+    # Not 8, of which a rank cannot read its 4 by 3.
+    (
+        "--training.local_batch_size=3 --training.global_batch_size=7",
+        "Set training.global_batch_size to 6 or 12, or start a number of ranks that divides it",
+    ),
     (
         "--parallelism.data_parallel_shard_degree=4",
         "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",
@@ -75,17 +84,24 @@ REFUSED = [
         PIPELINE + "--parallelism.pipeline_parallel_layers_per_stage=2",
         "layers_per_stage = 2 makes 3 stages of n_layers = 4 ... needs 2.",
     ),
-    (PIPELINE + "--training.local_batch_size=8", "gives 1 micro-batch(es). 1F1B on ... 2 or more"),
+    (
+        PIPELINE + "--training.local_batch_size=16",
+        "local_batch_size = 16 gives 1 micro-batch(es). 1F1B on ... 2 or more. Set "
+        "training.local_batch_size to 4, or set training.global_batch_size to 32.",
+    ),
     (
         f"{PIPELINE} {SCHEDULE} Interleaved1F1B --training.local_batch_size 1 "
         "--training.global_batch_size 7",
         "gives 7 micro-batch(es) ... such as a multiple of 2",
     ),
-    (PIPELINE + "--validation.enable", "= 3 must be training.local_batch_size = 4"),
+    (
+        PIPELINE + "--validation.enable",
+        "= 3 must be 4, as in training (training.local_batch_size = 4)",
+    ),
     (
         f"{PIPELINE} {SCHEDULE} GPipe --training.local_batch_size 16 --validation.enable "
         "--validation.local_batch_size 16",
-        "= 16 must be training.local_batch_size = 8",
+        "= 16 must be 8, as in training (training.local_batch_size = 16, but",
     ),
 ]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torchtitan.config import ConfigManager
 
+from interdomain.model import CONDITIONS
 from interdomain.removed import NO_ASYNC_TENSOR_PARALLEL
 from interdomain.titan import spec, variant
 
@@ -44,8 +45,10 @@ REFUSED = {
     "--validation.enable --validation.steps 1": "has no effect beside data.corpus",
     "--training.dataset_path c4 --data.corpus= --data.prefetch 2": "no effect without data.corpus",
     "--training.seq_len 0": "training.seq_len must be at least 1",
-    f"{PIPELINE}--training.local_batch_size 2": "Set training.local_batch_size to a multiple of 4",
+    f"{PIPELINE}--training.local_batch_size 2": "Set training.local_batch_size to 4, or set parallelism",
     f"{PIPELINE}--training.global_batch_size 12": "must be a multiple of 8",
+    f"{PIPELINE}--training.global_batch_size 2": "training.local_batch_size = 8 with",
+    f"{PIPELINE}--training.local_batch_size 1 --training.global_batch_size 1": "Set training.local_batch_size to 2, training.g",
     "--checkpoint.enable --checkpoint.folder ../ck": "leads out of job.dump_folder",
 }
 
@@ -53,6 +56,13 @@ REFUSED = {
 @pytest.mark.parametrize("given", REFUSED)
 def test_what_is_not_honoured_is_refused(given, capsys):
     assert REFUSED[given] in refusal(capsys, spec.resolve, tiny_config(given))
+
+
+def test_a_mixer_of_the_users_own_is_a_condition(monkeypatch):
+    """TorchTitan imports it (experimental.custom_import) after this plugin."""
+    monkeypatch.setitem(CONDITIONS, "mine", CONDITIONS["s4d"])
+    config = tiny_config("--mixer.condition mine")
+    assert spec.resolve(config).plan.config.mixer.kind == "interdomain"
 
 
 def test_all_problems_come_in_one_message(capsys):
@@ -145,6 +155,21 @@ def test_halves_of_copied_checkpoints_stop_a_start(tmp_path, alone, capsys):
     error = refusal(capsys, variant.record_run, tiny_config(given), None, {}, None)
     assert "step-4 without .metadata" in error
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_a_last_checkpoint_of_weights_only_is_announced(caplog):
+    full = "--checkpoint.enable --checkpoint.no-last_save_model_only"
+    spec.resolve(tiny_config(full))
+    assert "only weights" not in caplog.text
+    spec.resolve(tiny_config("--checkpoint.enable"))
+    assert caplog.text.count("the last checkpoint will hold only weights") == 1
+
+
+def test_a_folder_without_a_tokenizer(capsys):
+    """TorchTitan's own message is about a setting that it has no more."""
+    given = "--data.corpus= --model.hf_assets_path ./assets/tokenizer"
+    error = refusal(capsys, spec.build_tokenizer, tiny_config(given))
+    assert "model.hf_assets_path = './assets/tokenizer': there is no folder /" in error
 
 
 def test_the_settings_of_the_model_are_missing(capsys):

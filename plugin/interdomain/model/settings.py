@@ -7,7 +7,7 @@ imports the standard library and the table of feature maps only.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -333,13 +333,13 @@ class Bound(NamedTuple):
     allows: Callable[[Any], bool]
 
 
-def one_of(names: Iterable[str]) -> Bound:
+def one_of(names: Collection[str]) -> Bound:
     """Allows these names.
 
     Args:
-        names: The allowed values.
+        names: The allowed values. A name that is added to them later is allowed, too.
     """
-    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
+    return Bound(f"one of {', '.join(names)}", names.__contains__)
 
 
 def check_setting(name: str, value: Any, kind: Any, bound: Bound | None = None) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec, TypeVar
 
-from interdomain.launcher import STOPPED, notify_launcher
+from interdomain.launcher import STOPPED, notify_launcher, parent_is_torchrun
 
 # Seconds that a rank other than 0 waits before it reports. All ranks usually fail together, so only
 # rank 0 reports, and torchrun ends the others meanwhile. Another rank reports if it failed on its
@@ -43,7 +43,8 @@ def stop(message: str) -> NoReturn:
     print(f"\nerror: {message}\n", file=sys.stderr, flush=True)
     notify_launcher(STOPPED)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.kill(os.getppid(), signal.SIGTERM)
+        if parent_is_torchrun():
+            os.kill(os.getppid(), signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit
     raise SystemExit(1)
 

@@ -30,7 +30,7 @@ from interdomain.removed import removal_of
 
 from .data.dataloader import open_data
 from .data.folders import data_record, open_dataset, open_tokenizer
-from .data.torchtitan_text import as_trained, text_record
+from .data.torchtitan_text import as_trained, check_tokenizer_folder, text_record
 from .errors import user_errors
 from .host import (
     BaseModelArgs,
@@ -73,6 +73,7 @@ from .variant import (
     VariantMetricsBase,
     parallelize_variant,
     record_run,
+    warn_of_last_checkpoint,
 )
 
 # Settings whose resolved values TorchTitan's trainer reads: the batch, lengths in steps, and
@@ -133,6 +134,7 @@ def resolve(config: Any) -> Resolved:
     )
     job = in_steps(job, plan)
     config.resolved = Resolved(job, plan)
+    warn_of_last_checkpoint(config.checkpoint)
 
     # Values that follow from the plan, and that TorchTitan's trainer reads from its configuration.
     for setting in RESOLVED:
@@ -332,6 +334,7 @@ def build_tokenizer(config: Any) -> Any:
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)
+    check_tokenizer_folder("model.hf_assets_path", config.model.hf_assets_path)
     tokenizer = build_hf_tokenizer(config)
     check_vocab(tokenizer.get_vocab_size(), plan.config.vocab_size)
     return tokenizer

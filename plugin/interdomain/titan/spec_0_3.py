@@ -15,7 +15,7 @@ from torch import nn
 
 from interdomain.data import check_vocab
 
-from .data.torchtitan_text import as_trained, text_record
+from .data.torchtitan_text import as_trained, check_tokenizer_folder, text_record
 from .host import (
     SECTIONS,
     BaseModel,
@@ -39,6 +39,7 @@ from .variant import (
     VariantMetricsBase,
     parallelize_variant,
     record_run,
+    warn_of_last_checkpoint,
 )
 
 # TorchTitan's sections whose names differ, and this plugin's.
@@ -241,6 +242,8 @@ def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
     model.job = job_config_of_values(values, problems, model.job)
     problems.raise_all()
     make_plan_of(config, model)
+    if isinstance(config.tokenizer, titan_tokenizer.HuggingFaceTokenizer.Config):
+        check_tokenizer_folder("hf_assets_path", config.hf_assets_path)
 
     # TorchTitan builds the adapter between data and checkpoints. It is time for the record.
     def adapter_and_record(model_config: TitanModelConfig, path: str | None) -> ExportedNames:
@@ -330,6 +333,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         parallelism.pipeline_parallel_microbatch_size,
     )
     model.plan = plan
+    warn_of_last_checkpoint(config.checkpoint)
     config.training.local_batch_size = in_steps(job, plan).training.local_batch_size
     # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     parallelism.context_parallel_load_balancer = None

@@ -23,13 +23,13 @@ from interdomain.model.state import ModelState
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
 from .errors import user_errors
-from .host import StateDictAdapter
+from .host import StateDictAdapter, logger
 from .host.patches import add_meshes
 from .parallelize import parallelize, set_initial_values, ssm_modules
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
-from .resume.resume_from import check_half_copies
+from .resume.resume_from import check_half_copies, check_resume_of_torchtitan
 from .settings.schema import JobConfig
 from .step.meshes import Meshes, meshes_of
 from .watch.metrics import mixer_statistics, perplexity
@@ -255,6 +255,20 @@ class ExportedNames(StateDictAdapter):
         return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in hf_state_dict.items()}
 
 
+def warn_of_last_checkpoint(checkpoint: Any) -> None:
+    """Logs a warning if TorchTitan's trainer will save only weights after the last step.
+
+    Args:
+        checkpoint: TorchTitan's section [checkpoint].
+    """
+    if checkpoint.enable and checkpoint.last_save_model_only:
+        logger.warning(
+            "checkpoint.last_save_model_only is on, as TorchTitan has it by default: the last "
+            "checkpoint will hold only weights, and no run can continue from it. To be able to train "
+            "on, set it to false."
+        )
+
+
 @user_errors
 def record_run(
     job: JobConfig,
@@ -276,11 +290,14 @@ def record_run(
             TorchTitan's own component.
 
     Raises:
-        SystemExit: A checkpoint is a half copy. TorchTitan would begin at step 1, and overwrite it.
+        SystemExit: A checkpoint is a half copy: TorchTitan would begin at step 1, and overwrite it.
+            Or the one to continue from holds only weights.
     """
     if job.checkpoint.enable and dist.get_rank() == 0:
         folder = Path(job.job.dump_folder)
-        check_half_copies(folder / job.checkpoint.folder)
+        checkpoints = folder / job.checkpoint.folder
+        check_half_copies(checkpoints)
+        check_resume_of_torchtitan(job.checkpoint, checkpoints)
         record = describe_run(plan, job, data, tokenizer)
         for section in left_out:
             del record["configuration"][section]

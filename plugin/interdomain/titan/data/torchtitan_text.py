@@ -10,6 +10,24 @@ from interdomain.data import Documents, Tokenizer, load_tokenizer
 from ..host import tokenizer_settings
 
 
+def check_tokenizer_folder(setting: str, folder: str) -> None:
+    """Checks that the folder of TorchTitan's tokenizer exists.
+
+    Args:
+        setting: The setting that names the folder.
+        folder: Its value.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"{setting} = {folder!r}: there is no folder {Path(folder).absolute()}. Set it to a folder with "
+            "tokenizer.json, or with vocab.json and merges.txt. Or train on a prepared corpus, which has a tokenizer: set "
+            "data.corpus."
+        )
+
+
 def text_record(dataset: str, tokenizer: Any) -> dict[str, Any]:
     """Returns the facts of the training data for the run's record (`interdomain.json`).
 

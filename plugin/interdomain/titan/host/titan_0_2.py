@@ -8,8 +8,6 @@ from typing import Any
 
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
     TRAIN_STATE,

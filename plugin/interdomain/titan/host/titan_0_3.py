@@ -16,8 +16,6 @@ from torchtitan.components import dataloader as titan_dataloader
 from torchtitan.components import tokenizer as titan_tokenizer
 from torchtitan.components import validate as titan_validate
 from torchtitan.components.checkpointer.base import (
-    DATALOADER,
-    LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
     TRAIN_STATE,

@@ -29,7 +29,6 @@ from ..settings.rules import (
     check_batch,
     check_combinations,
     check_device,
-    check_micro_batches,
     check_reduction,
     check_schedule,
     check_topology,
@@ -132,6 +131,7 @@ def make_plan(
     job: JobConfig,
     world_size: int,
     on_gpus: bool = False,
+    micro_batch: int | None = None,
 ) -> RunPlan:
     """Checks a configuration for a run on `world_size` ranks, and computes its plan.
 
@@ -142,6 +142,8 @@ def make_plan(
         world_size: Number of ranks.
         on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that
             this machine cannot honour are refused.
+        micro_batch: Sequences of the micro-batches into which TorchTitan's pipeline divides a local
+            batch. None: a local batch is a micro-batch.
 
     Raises:
         ValueError: The configuration cannot run. The message has all problems that can be told
@@ -156,34 +158,37 @@ def make_plan(
     plan = None
     with problems.collect():
         device = torch.device("cuda") if on_gpus else device_here()
-        plan = _plan_on(device, job, world_size)
+        plan = _plan_on(device, job, world_size, micro_batch)
     problems.raise_all()
     assert plan is not None
     return plan
 
 
-def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
+def _plan_on(
+    device: torch.device, job: JobConfig, world_size: int, micro_batch: int | None
+) -> RunPlan:
     """Returns the plan of a run. Each part is checked before the next one is computed from it.
 
     Args:
         device: Where the ranks compute.
         job: The configuration of the run.
         world_size: Number of ranks.
+        micro_batch: As for `make_plan`.
     """
     parallel = job.parallelism
 
     # The model, and the ranks that divide it.
     config = model_config(job)
     mesh = topology(parallel, world_size)
-    job = with_batch(job, mesh.data_ranks)
-    training = job.training
     modules = pipeline_stages(parallel, config.n_layers)
     check_topology(job, config, device)
 
-    # The batch of a step.
-    check_batch(job, mesh.data_ranks, mesh.pipeline)
+    # The batch of a step. TorchTitan's micro-batches are the local batches of the plan.
+    training = with_batch(job, mesh.data_ranks).training
+    check_batch(job, training, mesh.data_ranks, micro_batch)
     global_batch = training.global_batch_size
-    micro_batches = global_batch // (training.local_batch_size * mesh.data_ranks)
+    local_batch = micro_batch or training.local_batch_size
+    micro_batches = global_batch // (local_batch * mesh.data_ranks)
     check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
 
     # The length of the run.
@@ -207,7 +212,7 @@ def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
         topology=mesh,
         stages=modules,
         schedule=parallel.pipeline_parallel_schedule,
-        local_batch=training.local_batch_size,
+        local_batch=local_batch,
         global_batch=global_batch,
         seq_len=training.seq_len,
         steps=steps,
@@ -239,16 +244,7 @@ def make_plan_for_torchtitan(
     """
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
-    mesh = topology(job.parallelism, world_size)
-    job = with_batch(job, mesh.data_ranks)
-    check_micro_batches(job, micro_batch)
-    # `check_micro_batches` has checked the pipeline; this checks the rest, as without one.
-    check_batch(job, mesh.data_ranks, 1)
-    divided = {
-        "training.local_batch_size": micro_batch,
-        "validation.local_batch_size": micro_batch,
-    }
-    return make_plan(job.changed(divided), world_size)
+    return make_plan(job, world_size, micro_batch=micro_batch)
 
 
 def with_batch(job: JobConfig, data_ranks: int) -> JobConfig:

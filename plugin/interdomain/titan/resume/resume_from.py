@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from interdomain.checkpoint.index import Index, check_lengths, read_index
+from interdomain.checkpoint.pretrained import INDEX
 from interdomain.checkpoint.run_folder import checkpoints_of
 from interdomain.checkpoint.step_folder import (
     METADATA,
@@ -24,16 +25,17 @@ from interdomain.checkpoint.step_folder import (
     latest_checkpoint,
     read_run_record,
     step_folders,
+    step_of,
 )
 from interdomain.model import ModelConfig, cell_of
 
 from ..errors import user_errors
-from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
+from ..host import logger
 from ..settings.job_config import pairs
-from ..settings.schema import SETTINGS, JobConfig, Resume
+from ..settings.schema import PARTS, SETTINGS, Checkpoint, JobConfig, Resume
 
 # Beginnings of the names of a checkpoint's entries that are no weights.
-OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
+OTHER_STATE = tuple(f"{part}." for part in PARTS)
 
 
 class ResumePoint(NamedTuple):
@@ -313,10 +315,7 @@ def require_same_run(
         SystemExit: The checkpoint is of another run. The reason is printed.
     """
     record = point.record
-    to_start_anew = (
-        "start another run from these weights: --job.dump_folder FOLDER "
-        f"--checkpoint.initial_load_path {point.folder}"
-    )
+    to_start_anew = _to_start_anew(point.folder)
 
     # Settings that change what the model computes.
     before = settings_of(record)
@@ -361,13 +360,86 @@ def require_same_run(
             "with, or give this run a folder of its own with --job.dump_folder."
         )
     # A run continues from optimizer state, schedule, position in the data and step, too.
-    has_other_state = any(name.startswith(OTHER_STATE) for name in point.files.entries)
-    if (batch or optimizer) and not has_other_state:
-        raise ValueError(
-            f"{point.folder} holds only weights (checkpoint.last_save_model_only of TorchTitan's "
-            "trainer, or a seed checkpoint), which no run continues. Choose an earlier checkpoint "
-            f"(checkpoint.load_step), or {to_start_anew}."
-        )
+    if (batch or optimizer) and not _has_other_state(point.files):
+        raise ValueError(_only_weights(point.folder, point.source == "initial"))
+
+
+def check_resume_of_torchtitan(config: Checkpoint, folder: Path) -> None:
+    """Checks that TorchTitan's own trainer will not continue from a checkpoint of weights only.
+
+    Args:
+        config: The section [checkpoint].
+        folder: Folder of the run's checkpoints.
+
+    Raises:
+        ValueError: It would. The message says which checkpoint it is, and what to do.
+    """
+    # Without that folder TorchTitan loads another run's checkpoint.
+    is_initial = not folder.exists()
+    checkpoint = None
+    if is_initial and config.initial_load_path and not config.initial_load_model_only:
+        checkpoint = Path(config.initial_load_path)
+    # Otherwise it loads the step that the user chose, or the latest one, which may be an exported
+    # model (checkpoint.last_save_in_hf).
+    saved = finished_steps(folder)
+    for path in folder.glob(f"step-*/{INDEX}"):
+        step = step_of(path.parent)
+        if step is not None:
+            saved[step] = path.parent
+    step = config.load_step
+    if step == -1:
+        step = max(saved, default=0)
+    # Of step 0, a seed checkpoint, it takes only the weights.
+    if step in saved and step > 0:
+        checkpoint = saved[step]
+
+    if checkpoint is None or set(config.exclude_from_loading) == set(PARTS):
+        return
+    only_weights = (checkpoint / INDEX).is_file()
+    if (checkpoint / METADATA).is_file():
+        only_weights = not _has_other_state(read_index(checkpoint))
+    if only_weights:
+        raise ValueError(_only_weights(checkpoint, is_initial))
+
+
+def _has_other_state(files: Index) -> bool:
+    """Returns whether a checkpoint has more than weights: what a run needs to continue."""
+    return any(name.startswith(OTHER_STATE) for name in files.entries)
+
+
+def _only_weights(folder: Path, is_initial: bool) -> str:
+    """Returns the error for a run that would continue from a checkpoint of weights only.
+
+    Args:
+        folder: Folder of the checkpoint.
+        is_initial: Whether it is checkpoint.initial_load_path.
+    """
+    problem = (
+        f"{folder} holds only weights (checkpoint.last_save_model_only of TorchTitan's trainer, or a "
+        "seed checkpoint), which no run continues."
+    )
+    if is_initial:
+        return f"{problem} To start from the weights: --checkpoint.initial_load_model_only."
+    last = step_of(folder)
+    earlier = []
+    for step, path in finished_steps(folder.parent).items():
+        if last is not None and step < last and _has_other_state(read_index(path)):
+            earlier.append(step)
+    if earlier:
+        step = max(earlier)
+        problem += f" To continue from step {step}: --checkpoint.load_step {step}."
+    to_start_anew = _to_start_anew(folder)
+    if not (folder / METADATA).is_file():
+        to_start_anew += " --checkpoint.initial_load_in_hf"
+    return f"{problem} To {to_start_anew}."
+
+
+def _to_start_anew(folder: Path) -> str:
+    """Returns what to do to start another run from the weights of a checkpoint."""
+    return (
+        "start another run from these weights: --job.dump_folder FOLDER "
+        f"--checkpoint.initial_load_path {folder}"
+    )
 
 
 def settings_of(record: dict) -> dict[str, Any]:

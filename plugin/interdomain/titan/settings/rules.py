@@ -8,7 +8,7 @@ and what to do. The decorator `raises_all` turns the messages of a check into on
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,61 +230,163 @@ def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) 
         )
 
 
-def _check_pipelined_validation(job: JobConfig) -> Iterator[str]:
-    """Yields shapes of validation that are not those of training, as a pipeline needs."""
+def _check_pipelined_validation(job: JobConfig, local_batch: int) -> Iterator[str]:
+    """Yields shapes of validation that are not those of training, as a pipeline needs.
+
+    Args:
+        job: The configuration of the run.
+        local_batch: Sequences of a local batch in training.
+    """
     if not job.validation.enable or job.parallelism.pipeline_parallel_degree == 1:
         return
-    for name in ("local_batch_size", "seq_len"):
-        training = job[f"training.{name}"]
+    shape = {"local_batch_size": local_batch, "seq_len": job.training.seq_len}
+    for name, size in shape.items():
         validation = job[f"validation.{name}"]
-        if training != validation:
+        if validation != size:
+            written = job[f"training.{name}"]
+            reason = f"training.{name} = {written}"
+            if written != size:
+                reason += ", but a rank reads at most its share of a step"
             yield (
-                f"validation.{name} = {validation} must be training.{name} = {training} with "
-                "parallelism.pipeline_parallel_degree above 1: a pipeline keeps the shapes of its "
+                f"validation.{name} = {validation} must be {size}, as in training ({reason}): with "
+                "parallelism.pipeline_parallel_degree above 1 a pipeline keeps the shapes of its "
                 "micro-batches."
             )
 
 
 @raises_all
-def check_batch(job: JobConfig, data_ranks: int, pipeline: int) -> Iterator[str]:
+def check_batch(
+    job: JobConfig, batch: Training, data_ranks: int, micro_batch: int | None = None
+) -> Iterator[str]:
     """Checks that a step's sequences divide over ranks and over a pipeline's micro-batches.
 
     Args:
-        job: The configuration of the run, with both sizes of the batch (`with_batch`).
+        job: The configuration of the run, as the user wrote it.
+        batch: The section [training] with the sizes of the batch on these ranks (`with_batch`).
         data_ranks: Groups of ranks that read samples of their own.
-        pipeline: Ranks that share the layers.
+        micro_batch: Sequences of the micro-batches into which TorchTitan's pipeline divides a local
+            batch. None: a local batch is a micro-batch.
 
     Raises:
         SettingsError: They do not divide.
     """
-    local = job.training.local_batch_size
-    global_batch = job.training.global_batch_size
-    if global_batch % data_ranks:
-        yield (
-            f"training.global_batch_size = {global_batch} must be a multiple of {data_ranks}, the "
-            "number of data-parallel ranks. Start a number of ranks that divides it, or let several "
-            "ranks share each sequence: parallelism.context_parallel_degree."
-        )
-        return
-    if global_batch % (local * data_ranks):
-        yield (
-            f"training.global_batch_size = {global_batch} must be a multiple of "
-            f"{local * data_ranks}: {data_ranks} data-parallel rank(s) read "
-            f"training.local_batch_size = {local} sequence(s) each."
-        )
-        return
+    degree = job.parallelism.pipeline_parallel_degree
     schedule = job.parallelism.pipeline_parallel_schedule
-    micro_batches = global_batch // (local * data_ranks)
-    if not runs_with(schedule, pipeline, micro_batches):
-        allowed = f"{pipeline} or more"
-        if schedule == INTERLEAVED:
-            allowed = f"another number, such as a multiple of {pipeline}"
-        yield (
-            f"training.global_batch_size = {global_batch} on {data_ranks} data-parallel rank(s) with "
-            f"training.local_batch_size = {local} gives {micro_batches} micro-batch(es). {schedule} "
-            f"on parallelism.pipeline_parallel_degree = {pipeline} ranks needs {allowed}."
+    global_batch = f"training.global_batch_size = {job.training.global_batch_size}"
+    local_batch = f"training.local_batch_size = {job.training.local_batch_size}"
+    per_pass = batch.local_batch_size * data_ranks
+    share = batch.global_batch_size // data_ranks
+    other_remedies = []
+    if batch.global_batch_size % data_ranks:
+        problem = (
+            f"{global_batch} must be a multiple of {data_ranks}, the number of data-parallel ranks."
         )
-    yield from _check_pipelined_validation(job)
+        other_remedies = [
+            "start a number of ranks that divides it",
+            "let several ranks share each sequence (parallelism.context_parallel_degree)",
+        ]
+    elif batch.global_batch_size % per_pass:
+        problem = (
+            f"{global_batch} must be a multiple of {per_pass}: {data_ranks} data-parallel rank(s) "
+            f"read {local_batch} sequence(s) each."
+        )
+    elif _schedule_runs(job, share, batch.local_batch_size, micro_batch):
+        yield from _check_pipelined_validation(job, batch.local_batch_size)
+        return
+    elif micro_batch is None:
+        allowed = f"{degree} or more"
+        if schedule == INTERLEAVED:
+            allowed = f"another number, such as a multiple of {degree}"
+        problem = (
+            f"{global_batch} on {data_ranks} data-parallel rank(s) with {local_batch} gives "
+            f"{share // batch.local_batch_size} micro-batch(es). {schedule} on "
+            f"parallelism.pipeline_parallel_degree = {degree} ranks needs {allowed}."
+        )
+    else:
+        problem = (
+            f"{local_batch} with parallelism.pipeline_parallel_microbatch_size = {micro_batch}: "
+            f"{schedule} on pipeline_parallel_degree = {degree} ranks cannot divide the "
+            f"{batch.local_batch_size} sequence(s) that a rank reads at once."
+        )
+    remedies = [*_batch_remedies(job, batch, data_ranks, micro_batch), *other_remedies]
+    if not remedies:
+        # No one setting is enough. These sizes are possible with every schedule.
+        remedies = [
+            f"set training.local_batch_size to {degree}, training.global_batch_size to "
+            f"{degree * data_ranks} and parallelism.pipeline_parallel_microbatch_size to 1"
+        ]
+    yield f"{problem} {', or '.join(remedies).capitalize()}."
+
+
+def _schedule_runs(job: JobConfig, share: int, local_batch: int, micro_batch: int | None) -> bool:
+    """Returns whether the pipeline's schedule can run the micro-batches of a rank.
+
+    Our pipeline runs once a step, and a local batch is a micro-batch. TorchTitan's runs once for
+    each local batch, which it divides into micro-batches.
+
+    Args:
+        job: The configuration of the run.
+        share: Sequences of a step on one rank.
+        local_batch: Sequences of a local batch.
+        micro_batch: Sequences of a micro-batch of TorchTitan's. None: ours.
+    """
+    ranks = job.parallelism.pipeline_parallel_degree
+    schedule = job.parallelism.pipeline_parallel_schedule
+    if micro_batch is None:
+        return runs_with(schedule, ranks, share // local_batch)
+    if micro_batch < 1 or local_batch % micro_batch:
+        return False
+    return runs_with(schedule, ranks, local_batch // micro_batch)
+
+
+def _batch_remedies(
+    job: JobConfig, batch: Training, data_ranks: int, micro_batch: int | None
+) -> Iterator[str]:
+    """Yields the possible sizes of the batch that are nearest to those that were set.
+
+    The arguments are those of `check_batch`.
+
+    Yields:
+        What to do, such as "set training.global_batch_size to 6 or 12".
+    """
+    local_batch = job.training.local_batch_size
+    global_batch = batch.global_batch_size
+
+    def fits(most: int, sequences: int) -> bool:
+        share = sequences // data_ranks
+        local = min(most, share)
+        is_even = sequences % data_ranks == 0 and share % local == 0
+        return is_even and _schedule_runs(job, share, local, micro_batch)
+
+    # A rank reads at most its share of a step, so larger local batches change nothing.
+    largest = global_batch // data_ranks
+    near = _nearest(local_batch, largest, lambda most: fits(most, global_batch))
+    if near:
+        yield f"set training.local_batch_size to {near}"
+    # A pipeline can run this many sequences more, whatever its schedule.
+    largest = global_batch + local_batch * data_ranks * job.parallelism.pipeline_parallel_degree
+    near = _nearest(global_batch, largest, lambda sequences: fits(local_batch, sequences))
+    if near:
+        yield f"set training.global_batch_size to {near}"
+    if micro_batch is None:
+        return
+    largest = batch.local_batch_size
+    near = _nearest(micro_batch, largest, lambda size: _schedule_runs(job, 0, largest, size))
+    if near:
+        yield f"set parallelism.pipeline_parallel_microbatch_size to {near}"
+
+
+def _nearest(number: int, largest: int, fits: Callable[[int], bool]) -> str:
+    """Returns the nearest numbers below and above one that fit, such as "6 or 12".
+
+    Args:
+        number: The number that does not fit.
+        largest: The largest number to try.
+        fits: Returns whether a number fits.
+    """
+    below = next(filter(fits, range(number - 1, 0, -1)), None)
+    above = next(filter(fits, range(number + 1, largest + 1)), None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)
 
 
 @raises_all
@@ -309,27 +411,6 @@ def check_reduction(training: Training, micro_batches: int, pipelined: bool) -> 
             f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one "
             "reduction a step: FSDP2 would add up the micro-batches in bf16, too. Set "
             "training.reduce_gradients = micro-batch (not with a pipeline), or float32."
-        )
-
-
-@raises_all
-def check_micro_batches(job: JobConfig, size: int) -> Iterator[str]:
-    """Checks the micro-batches into which TorchTitan's pipeline divides a local batch.
-
-    Args:
-        job: The configuration of the run.
-        size: Sequences of a micro-batch.
-    """
-    degree = job.parallelism.pipeline_parallel_degree
-    schedule = job.parallelism.pipeline_parallel_schedule
-    local = job.training.local_batch_size
-    if size < 1 or local % size or not runs_with(schedule, degree, local // size):
-        yield (
-            f"training.local_batch_size = {local} with "
-            f"parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
-            f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set "
-            f"training.local_batch_size to a multiple of {max(size, 1) * degree}, or another "
-            "micro-batch."
         )
 
 

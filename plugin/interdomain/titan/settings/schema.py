@@ -18,7 +18,7 @@ another.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import (
@@ -68,8 +68,8 @@ ALIASES = {"debugmodel": "debug"}
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
-def _several_of(names: Iterable[str]) -> Bound:
-    return Bound(f"of {', '.join(names)}", frozenset(names).issuperset)
+def _several_of(names: Collection[str]) -> Bound:
+    return Bound(f"of {', '.join(names)}", lambda chosen: all(name in names for name in chosen))
 
 
 def _is_compile_backend(name: str) -> bool:
