@@ -1,6 +1,5 @@
 """The stories of docs/torchtitan.md: a TOML file, TorchTitan's own entry, convert, generate."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from interdomain.data.readers import read_documents
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import REPOSITORY, TIMEOUT, write_rows
 from .pages import blocks
 
 
@@ -20,8 +19,7 @@ def checkout(folder):
     texts = list(read_documents(["stdlib"], max_bytes=300_000))
     assets = folder / "tests/assets"
     (assets / "c4_test").mkdir(parents=True)
-    lines = [json.dumps({"text": text}) for text in texts]
-    (assets / "c4_test/data.json").write_text("\n".join(lines))
+    write_rows(assets / "c4_test/data.json", [{"text": text} for text in texts])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

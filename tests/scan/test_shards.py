@@ -8,7 +8,7 @@ from torch import distributed
 
 from interdomain import scan
 
-from ..ranks import forks
+from ..ranks import compute
 from ..traffic import counted
 from .common import (
     Case,
@@ -54,10 +54,6 @@ def on_a_rank(name, linear, rank, size, group):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4
-    )
     groups = {4: distributed.group.WORLD, 2: distributed.new_group([0, 1])}
     seen = {}
     for size, linear, name in itertools.product(groups, (False, True), CASES):
@@ -65,15 +61,13 @@ def run_rank(rank, folder):
             with counted() as traffic:
                 got = on_a_rank(name, linear, rank, size, groups[size].group_name)
             seen[name, linear, size] = got, traffic
-    torch.save(seen, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    torch.save(seen, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    method = forks().get_start_method()
-    torch.multiprocessing.start_processes(run_rank, (str(folder),), nprocs=4, start_method=method)
+    compute(run_rank, 4, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
