@@ -24,7 +24,9 @@ from .common import REPOSITORY, TIMEOUT
 def environment():
     """Returns the environment of a process that a test starts: the repository's packages, one thread, no GPU."""
     path = f"{REPOSITORY}{os.pathsep}{os.environ['PYTHONPATH']}"
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    # PyTorch would start a process for Triton's compilations, which there are none of on a CPU.
+    return os.environ | changes | {"TORCH_WARM_POOL": "0"}
 
 
 def forks():
