@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import distributed
 
-from interdomain import scan
-
 from ..ranks import compute
 from ..traffic import counted
 from .common import (
@@ -108,13 +106,3 @@ def test_shards_are_the_whole(name, size, linear, ranks):
     received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)
     for seen in ranks[:size]:
         assert seen[name, linear, size][1] == {"alltoall": 2 * (size - 1) * received}
-
-
-def test_refusals():
-    inputs, _ = op_inputs(Case(T=4, R=4, D=3, M=4), torch.float32)
-    with pytest.raises(ValueError, match="initial_state with a group"):
-        scan.interdomain_scan(**inputs, group="ranks")
-    del inputs["initial_state"]
-    for backend in ("fft", "reference"):
-        with pytest.raises(ValueError, match=f"{backend}.*'chunkwise' does"):
-            scan.interdomain_scan(**inputs, group="ranks", backend=backend)
