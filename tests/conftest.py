@@ -158,11 +158,14 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            """The unit of tests that one worker runs: a file, or the files that share the ranks of `runs`, or models."""
+            """The unit of tests that one worker runs: a file, or the files that share ranks, their parent or models."""
             file = nodeid.partition("::")[0]
-            is_shared = file.startswith((MEGATRON, HF))
+            if file.startswith((MEGATRON, HF)):
+                return str(Path(file).parent)
+            forks_ranks = r"from \.\.ranks import"
             if file.startswith(TITAN):
-                is_shared = re.search(r"def .*\bruns\b", (config.rootpath / file).read_text())
-            return str(Path(file).parent) if is_shared else file
+                forks_ranks += r"|def .*\bruns\b"
+            text = (config.rootpath / file).read_text()
+            return TITAN if re.search(forks_ranks, text) else file
 
     return ByFile(config, log)
