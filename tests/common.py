@@ -1,5 +1,6 @@
 """Parts that the tests of several packages share."""
 
+import json
 import os
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def small_tokenizer(path: Path, vocab_size: int = 400) -> Path:
     """Bytes, and a few dozen pieces of the standard library's sources."""
     path.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=60_000), vocab_size))
     return path
+
+
+def write_rows(path, rows):
+    """Writes a JSON Lines file, and returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_program(path, text):
+    """Writes a program of the shell."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def bytes_in(folder):
+    """Returns {path: contents} of all files in a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def when_listening(to_interrupts: str) -> str:

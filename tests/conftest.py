@@ -1,4 +1,4 @@
-"""Choice of the tests that run, and their spread over pytest-xdist's workers: by file; files that share ranks as one.
+"""Choice of the tests that run, and their spread over pytest-xdist's workers: by file; files that share ranks or models as one.
 
 A test marked `slow` is left out only if the whole suite is asked for: it runs with `--all`, with CI in the environment, and
 whenever tests are named, by a path, -k or -m. The choice does not look at what has changed.
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
+TITAN, MEGATRON, HF = "tests/titan/", "tests/megatron/", "tests/hf/"
 # Units that take the longest. They start first, so that all workers end together.
 LONGEST = (
     TITAN,
     "tests/ptx/",
     MEGATRON,
     "tests/docs/test_blocks",
-    "tests/hf/test_alone",
+    HF,
     "tests/tools/test_launch",
     "tests/scan/test_triton_gpu",
 )
@@ -158,11 +158,14 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            """The unit of tests that one worker runs: a file, or all files that share the ranks of the fixture `runs`."""
+            """The unit of tests that one worker runs: a file, or the files that share ranks, their parent or models."""
             file = nodeid.partition("::")[0]
-            shares_ranks = file.startswith(MEGATRON)
+            if file.startswith((MEGATRON, HF)):
+                return str(Path(file).parent)
+            forks_ranks = r"from \.\.ranks import"
             if file.startswith(TITAN):
-                shares_ranks = re.search(r"def .*\bruns\b", (config.rootpath / file).read_text())
-            return str(Path(file).parent) if shares_ranks else file
+                forks_ranks += r"|def .*\bruns\b"
+            text = (config.rootpath / file).read_text()
+            return TITAN if re.search(forks_ranks, text) else file
 
     return ByFile(config, log)

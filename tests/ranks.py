@@ -9,11 +9,14 @@ import sys
 from multiprocessing import connection, forkserver
 from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 from torch.multiprocessing.spawn import ProcessException
 
 from interdomain.launcher import end_with_parent
+from interdomain.patches import one_gloo_thread
 
 from .common import REPOSITORY, TIMEOUT
 
@@ -21,7 +24,9 @@ from .common import REPOSITORY, TIMEOUT
 def environment():
     """Returns the environment of a process that a test starts: the repository's packages, one thread, no GPU."""
     path = f"{REPOSITORY}{os.pathsep}{os.environ['PYTHONPATH']}"
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    # PyTorch would start a process for Triton's compilations, which there are none of on a CPU.
+    return os.environ | changes | {"TORCH_WARM_POOL": "0"}
 
 
 def forks():
@@ -75,6 +80,21 @@ def launch(log, ranks, *program):
     except ProcessException as error:  # the first that fails ends the others
         raise AssertionError(f"{error}\n{log.read_text()[-8000:]}") from None
     return log.read_text()
+
+
+def compute(run, ranks, folder):
+    """Calls run(rank, folder) on the ranks of a process group, which are forks, and waits for all of them."""
+    method = forks().get_start_method()
+    start_processes(be_member, (run, ranks, folder), nprocs=ranks, start_method=method)
+
+
+def be_member(rank, run, ranks, folder):
+    torch.set_num_threads(1)
+    one_gloo_thread()
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    run(rank, folder)
+    dist.destroy_process_group()
 
 
 def fork_ranks(serve, rank_arguments):

@@ -228,15 +228,15 @@ def built(tmp_path_factory):
     # With the links, which files() leaves out.
     copy = f"git ls-files -co --exclude-standard -z | xargs -0 cp --parents -P -t {source}"
     subprocess.run(copy, shell=True, cwd=REPOSITORY, check=True)
-    code = f"import setuptools.build_meta as build; build.build_sdist({str(path)!r})"
-    run_python("-c", code, cwd=source)
+    build = "import setuptools.build_meta as build; build.build_{}({!r})"
+    run_python("-c", build.format("sdist", str(path)), cwd=source)
     (sdist,) = path.glob("*.tar.gz")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", path]
-    run_python("-m", "pip", "wheel", *options, sdist, cwd=source)
+    shutil.unpack_archive(sdist, path)
+    unpacked = path / sdist.name.removesuffix(".tar.gz")
+    run_python("-c", build.format("wheel", str(path)), cwd=unpacked)
     (wheel,) = path.glob("*.whl")
-    shutil.unpack_archive(sdist, path / "sdist")
     shutil.unpack_archive(wheel, path / "wheel", "zip")
-    return path / "sdist" / sdist.name.removesuffix(".tar.gz"), path / "wheel"
+    return unpacked, path / "wheel"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Prepared folders and bare shards as one stream; exchanged, cut or damaged files are refused."""
 
-import json
 import shutil
 
 import numpy as np
@@ -11,6 +10,7 @@ from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
+from ..common import write_rows
 from .common import write_shard
 
 
@@ -18,10 +18,10 @@ from .common import write_shard
 def prepared(tmp_path_factory, files):
     """A prepared corpus of 60 documents in several shards, which no test changes."""
     path = tmp_path_factory.mktemp("prepared")
-    with open(path / "text.jsonl", "w") as file:
-        for i in range(60):
-            text = f"document {i}: " + "words and more words " * (i % 7)
-            file.write(json.dumps({"text": text}) + "\n")
+    rows = []
+    for i in range(60):
+        rows.append({"text": f"document {i}: " + "words and more words " * (i % 7)})
+    write_rows(path / "text.jsonl", rows)
     line = f"--input {path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
     line += f" --validation-fraction 0.2 --output {path}/corpus"
     assert main(line.split()) == 0

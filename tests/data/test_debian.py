@@ -13,6 +13,8 @@ from interdomain.data import debian, read_manifest
 from interdomain.data.readers import read_documents
 from interdomain.tools import prepare_data
 
+from ..common import write_program
+
 PAGE = r'''.\" A comment.
 .de XX
 not printed
@@ -206,8 +208,7 @@ def test_apt_get_downloads_only_what_is_missing(packages, tmp_path, monkeypatch,
     folder = tmp_path / "bin"
     folder.mkdir()
     apt_get = folder / "apt-get"
-    apt_get.write_text("#!/bin/sh\necho \"E: Version '3' was not found\" >&2\nexit 100\n")
-    apt_get.chmod(0o755)
+    write_program(apt_get, "echo \"E: Version '3' was not found\" >&2; exit 100")
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.chdir(folder)
     debian.DOWNLOADS.mkdir(parents=True)
@@ -215,7 +216,7 @@ def test_apt_get_downloads_only_what_is_missing(packages, tmp_path, monkeypatch,
     with pytest.raises(FileNotFoundError, match=r"x-doc_.* is missing.*archive of old packages"):
         debian.debian_packages("debian")
     assert "E: Version '3' was not found" in capfd.readouterr().err
-    apt_get.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncp {packages}/x-doc* .\n')
+    write_program(apt_get, f'echo "$@" >> {tmp_path}/calls; cp {packages}/x-doc* .')
     for _ in range(2):
         assert len(list(read_documents(["debian"]))) == 7
     assert (tmp_path / "calls").read_text() == "download --quiet x-doc=2:1.0-1\n"

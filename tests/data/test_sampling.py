@@ -16,10 +16,10 @@ def permuted(n, key):
     return [permutation(i) for i in range(n)]
 
 
-@pytest.mark.parametrize("n", [*range(1, 20), 64, 65, 1000, 4097])
 @pytest.mark.parametrize("key", ["42:0", "42:1", "-7:3"])
-def test_permutation_is_a_bijection(n, key):
-    assert sorted(permuted(n, key)) == list(range(n))
+def test_permutation_is_a_bijection(key):
+    for n in (*range(1, 20), 64, 65, 1000, 4097):
+        assert sorted(permuted(n, key)) == list(range(n)), n
 
 
 def test_permutation_is_uniform():

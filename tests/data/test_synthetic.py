@@ -7,6 +7,8 @@ from interdomain.data import PackedDataset, TokenCorpus, load_tokenizer
 from interdomain.data.synthetic import TASKS
 from interdomain.tools import prepare_data
 
+from ..common import bytes_in
+
 SMALL = {
     "mqar": {"length": 48, "items": 8, "vocab": 41},
     "selective-copying": {"length": 47, "items": 9, "vocab": 12},
@@ -80,13 +82,9 @@ def test_no_example_occurs_twice_and_another_seed_makes_others(corpus, tmp_path)
     assert train.isdisjoint(distinct(other))
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_the_same_bytes_whatever_the_shards(corpus, tmp_path):
     kind, folder = corpus
-    assert contents(prepare(kind, tmp_path / "again")) == contents(folder)
+    assert bytes_in(prepare(kind, tmp_path / "again")) == bytes_in(folder)
     cut = prepare(kind, tmp_path / "cut", "--shard-tokens 5000")
     assert len(TokenCorpus(cut).shards) > 5
     for split in ("train", "train-answers", "validation", "validation-answers"):

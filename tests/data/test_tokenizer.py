@@ -12,6 +12,7 @@ from interdomain.data.readers import read_documents
 from interdomain.data.tokenizer import train_sentencepiece
 from interdomain.tools import prepare_data
 
+from ..common import write_rows
 from .common import train_by_library
 
 TEXTS = [
@@ -124,9 +125,7 @@ def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, droppe
 
 def prepare(folder, texts, tokenizer, *options):
     """Makes the corpus FOLDER/corpus of these texts. Returns the command's exit status."""
-    with open(folder / "rows.jsonl", "w") as file:
-        for text in texts:
-            file.write(json.dumps({"text": text}) + "\n")
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in texts])
     line = f"--input {folder}/rows.jsonl --tokenizer {tokenizer} --output {folder}/corpus"
     return prepare_data.main([*line.split(), "--validation-fraction", "0", *options])
 

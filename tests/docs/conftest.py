@@ -9,7 +9,7 @@ import pytest
 from interdomain.tools import launch
 from interdomain.tools._start import torchrun
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, write_program
 from ..ranks import launch as launch_ranks
 
 WRITTEN = ("data", "outputs", "exports")
@@ -92,9 +92,7 @@ def clone(tmp_path_factory):
     """The repository's files as a clone has them, with Python where the pages expect it."""
     path = tmp_path_factory.mktemp("docs") / "first"
     (path / ".venv/bin").mkdir(parents=True)
-    python = path / ".venv/bin/python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    write_program(path / ".venv/bin/python", f'exec {sys.executable} "$@"')
     for file in REPOSITORY.iterdir():
         if file.name in COPIED:
             shutil.copytree(file, path / file.name)

@@ -1,6 +1,5 @@
 """The stories of docs/torchtitan.md: a TOML file, TorchTitan's own entry, convert, generate."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,9 +9,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from interdomain.data.readers import read_documents
+from interdomain.tools import main
 
-from ..common import REPOSITORY, TIMEOUT
-from .pages import blocks
+from ..common import REPOSITORY, TIMEOUT, write_rows
+from .pages import blocks, commands, words
 
 
 def checkout(folder):
@@ -20,8 +20,7 @@ def checkout(folder):
     texts = list(read_documents(["stdlib"], max_bytes=300_000))
     assets = folder / "tests/assets"
     (assets / "c4_test").mkdir(parents=True)
-    lines = [json.dumps({"text": text}) for text in texts]
-    (assets / "c4_test/data.json").write_text("\n".join(lines))
+    write_rows(assets / "c4_test/data.json", [{"text": text} for text in texts])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -40,23 +39,26 @@ def checkout(folder):
     [("cat > run.toml", 4, "def main("), ("c4_test.toml", 10, "The ")],
     ids=["a corpus", "TorchTitan's data"],
 )
-def test_a_run_under_torchtitans_own_entry(begins, last_step, prompt, tmp_path, monkeypatch):
+def test_a_run_under_torchtitans_own_entry(
+    begins, last_step, prompt, tmp_path, monkeypatch, capsys
+):
+    """The commands of `interdomain` run in this process, which has imported what they need."""
     page = blocks(REPOSITORY / "docs/torchtitan.md")
     (block,) = [block for block in page if block.language == "bash" and begins in block.text]
     checkout(tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"step {last_step})" in done.stdout
-    assert prompt in done.stdout
+    for _, text in commands(block):
+        program, *arguments = words(text)
+        if program == "interdomain":
+            assert main.main(arguments) == 0, text
+        else:
+            bash = ["bash", "-eu", "-c", text]
+            subprocess.run(bash, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
+    printed = capsys.readouterr().out
+    assert f"step {last_step})" in printed
+    assert prompt in printed

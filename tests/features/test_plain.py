@@ -81,15 +81,6 @@ def test_derivatives_of_other_kinds():
     assert torch.autograd.gradgradcheck(value, leaves["x"])
 
 
-def test_compiles_without_a_graph_break():
-    case = Case(T=9, past=True, **K)
-    problem = make(case, torch.float32)
-    torch._dynamo.reset()
-    compiled = torch.compile(input_features, fullgraph=True, backend="aot_eager")
-    got = run(case, *problem, function=compiled)
-    assert_within(got, literal(case, *problem), TOLERANCES[torch.float32])
-
-
 X = torch.zeros(2, 5, 24)
 TABLE = torch.zeros(5, 1, 4)
 CONV = torch.zeros(24, 1, 4), torch.zeros(24)

@@ -79,6 +79,8 @@ OF_PYTORCH = (
     "every_bit",
     "compile",
     "nothing_of_this_project",
+    "offloaded_weights",
+    "stays_float32",
 )
 
 

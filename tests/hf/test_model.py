@@ -6,19 +6,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.checkpoint.pretrained import from_transformers, stored_name, to_transformers
+from interdomain.checkpoint.pretrained import stored_name, to_transformers
 
-from ..model.common import (
-    VARIANTS,
-    assert_near,
-    lively,
-    random_tokens,
-    small_config,
-    variant,
-)
+from ..model.common import assert_near, lively, random_tokens, small_config
 from .common import CASES, code_of, each_case, padded, padded_batch, random_texts
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def native_model(case):
+    condition, settings = CASES[case]
+    return lively(small_config(condition, **settings))
 
 
 @pytest.fixture
@@ -28,7 +26,6 @@ def in_plain_pytorch(monkeypatch):
 
     def make(native):
         settings = to_transformers(native.config)
-        assert from_transformers({**settings, "facts": {}}) == native.config
         model = hf.InterdomainForCausalLM(hf.InterdomainConfig(**settings)).double().eval()
         state = {stored_name(name): tensor for name, tensor in native.state_dict().items()}
         model.load_state_dict(state)
@@ -38,10 +35,10 @@ def in_plain_pytorch(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_logits_gradients_and_steps(in_plain_pytorch, condition, option):
+@each_case
+def test_logits_gradients_and_steps(in_plain_pytorch, case):
     """A whole pass over two chunks, and prefill, steps and a second piece with a cache."""
-    native = variant(condition, option)
+    native = native_model(case)
     tokens = random_tokens(native.config, 2, 75)
     wanted = native(tokens)
     F.cross_entropy(wanted.flatten(0, 1), tokens.flatten()).backward()
@@ -72,8 +69,7 @@ def test_logits_gradients_and_steps(in_plain_pytorch, condition, option):
 @torch.no_grad()
 def test_turns_of_unequal_length(in_plain_pytorch, case, sides):
     """Padding anywhere, in the first turn and in the next ones, leaves no trace."""
-    condition, overrides = CASES[case]
-    native = lively(small_config(condition, **overrides))
+    native = native_model(case)
     model = in_plain_pytorch(native)
     texts = [torch.empty(1, 0, dtype=torch.int64), torch.empty(1, 0, dtype=torch.int64)]
     mask = torch.zeros(2, 0)

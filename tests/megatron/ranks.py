@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from interdomain.data import PackedDataset, TokenCorpus
 from interdomain.megatron.checkpoint import RECORD, TRACKER, part_of, write_checkpoint
-from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config, meta_model
-from interdomain.model.config import FIXED_STATE
+from interdomain.model import ModelConfig, Transformer, build_config, meta_model
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
@@ -37,9 +36,6 @@ ENDS = (0, 5, 6, 20, T)  # of the documents that a packed sequence has
 # The legs of each layout: training runs, and first gradients of models.
 LEGS = tomllib.loads(Path(__file__).with_name("legs.toml").read_text())
 CASES = LEGS.pop("cases")
-for condition in CONDITIONS:
-    if condition not in ("interdomain", *FIXED_STATE):
-        CASES[condition] = {"condition": condition}
 for case in CASES:
     LEGS["2 x 1 x 1"][case] = {"case": case}
 SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs

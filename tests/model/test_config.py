@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from interdomain.checkpoint.pretrained import from_transformers, to_transformers
 from interdomain.model import MixerConfig, ModelConfig, build_config, cell_of
 
 from .common import OPTIONS, each_variant
@@ -14,6 +15,7 @@ def test_the_way_through_json(condition, option):
     config = build_config("debug", condition, **OPTIONS[option])
     text = json.dumps(config.to_dict())
     assert ModelConfig.from_dict(json.loads(text)) == config
+    assert from_transformers({**to_transformers(config), "facts": {}}) == config
 
 
 def test_the_layers_of_a_hybrid():

@@ -155,18 +155,6 @@ def test_sampling(sampling, weights):
     assert ((found - wanted).abs() <= 5 * deviation).all(), f"{found}, expected {wanted}"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", float("nan")),
-        ("top_p", 0.0),
-    ],
-)
-def test_wrong_sampling_settings_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}.*got {value}"):
-        Sampling(**{name: value})
-
-
 def test_wrong_prompts_and_states_are_refused():
     model = variant("interdomain")
     with pytest.raises(ValueError, match=r"at least one token.*\[1, 0\]"):

@@ -6,7 +6,6 @@ Four forked ranks compute losses and gradients once for all tests.
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -14,9 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from interdomain.model import loss
 from interdomain.model.loss import IGNORE_INDEX
 from interdomain.model.parallel import GroupRank, local_slice, split_dimension
-from interdomain.patches import one_gloo_thread
 
-from ..ranks import forks
+from ..ranks import compute
 from .common import (
     OPTIONS,
     lively,
@@ -162,10 +160,6 @@ def several_pieces(vocab_size):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    one_gloo_thread()
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options._threads == 1
     loss.piece_tokens = several_pieces
     meshes = {}
@@ -182,14 +176,12 @@ def run_rank(rank, folder):
         found = loss_and_gradients(COMPILED, cp_mesh=cp_mesh, compiled=True)
         torch.save(found, folder / f"{COMPILED} on {rank}, compiled.pt")
     torch.save(products_beside_exchanges(cp_mesh), folder / f"products {rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    method = forks().get_start_method()
-    mp.start_processes(run_rank, (folder,), nprocs=RANKS, start_method=method)
+    compute(run_rank, RANKS, folder)
     return folder
 
 

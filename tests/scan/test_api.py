@@ -14,6 +14,7 @@ QUERY, _ = op_inputs(Case(T=5, B=2, H=2, G=3, R=4, D=3, M=6), torch.float32)
 LINEAR, _ = op_inputs(Case(T=5, B=2, H=2, R=4, D=3, M=6), torch.float32, linear=True)
 STEP = part_of_time(QUERY, 0)
 STEP["state"] = STEP.pop("initial_state")
+DOCUMENTS = torch.zeros(2, 5, dtype=torch.int32)
 ONE_FAST_MODE = QUERY["log_decay"].detach().clone()
 ONE_FAST_MODE[1, 3, 0] = -1.37
 
@@ -42,6 +43,12 @@ SCAN_ERRORS = [
     ),
     ({"mixing": torch.zeros(2, 12, 12, device="meta")}, "mixing is on meta; .* is on cpu"),
     ({"k": torch.zeros(2, 0, 2, 4)}, r"k has shape \(2, 0, 2, 4\); .* at least one of each"),
+    ({"documents": DOCUMENTS[:, 1:]}, r"int32 or int64 of shape \[B, T\] = \(2, 5\)"),
+    ({"documents": DOCUMENTS.bool()}, r"torch.bool of shape \(2, 5\); expected int32 or int64"),
+    ({"documents": DOCUMENTS.to("meta")}, "documents is on meta and k .* on cpu"),
+    ({"group": "ranks"}, "initial_state with a group"),
+    ({"group": "ranks", "initial_state": None, "backend": "fft"}, "fft.*'chunkwise' does"),
+    ({"group": "ranks", "initial_state": None, "backend": "reference"}, "reference.*'chunkwise'"),
 ]
 LINEAR_ERRORS = [
     ({"z": torch.zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),

@@ -67,29 +67,6 @@ def test_documents_one_by_one(backend, linear, monkeypatch):
     assert_agree(got, one_by_one(inputs, cotangents, documents), "float64")
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        (
-            torch.zeros(3, 69, dtype=torch.int32),
-            r"expected int32 or int64 of shape \[B, T\] = \(3, 70\)",
-        ),
-        (
-            torch.zeros(3, 70, dtype=torch.bool),
-            r"torch.bool of shape \(3, 70\); expected int32 or int64",
-        ),
-        (
-            torch.zeros(3, 70, dtype=torch.int32, device="meta"),
-            "documents is on meta and k .* on cpu",
-        ),
-    ],
-)
-def test_refusals(documents, message):
-    inputs, _ = op_inputs(CASE, torch.float64)
-    with pytest.raises(ValueError, match=message):
-        scan.interdomain_scan(**inputs, documents=documents)
-
-
 def test_numbers_that_are_no_documents():
     """An error at the call on a CPU; compiled, and on CUDA, an assertion that the host does not wait for."""
     inputs, _ = op_inputs(Case(T=4, R=4, D=3, M=4), torch.float32, linear=True)

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import distributed
 
-from interdomain import scan
-
-from ..ranks import forks
+from ..ranks import compute
 from ..traffic import counted
 from .common import (
     Case,
@@ -54,10 +52,6 @@ def on_a_rank(name, linear, rank, size, group):
 
 
 def run_rank(rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4
-    )
     groups = {4: distributed.group.WORLD, 2: distributed.new_group([0, 1])}
     seen = {}
     for size, linear, name in itertools.product(groups, (False, True), CASES):
@@ -65,15 +59,13 @@ def run_rank(rank, folder):
             with counted() as traffic:
                 got = on_a_rank(name, linear, rank, size, groups[size].group_name)
             seen[name, linear, size] = got, traffic
-    torch.save(seen, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    torch.save(seen, folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    method = forks().get_start_method()
-    torch.multiprocessing.start_processes(run_rank, (str(folder),), nprocs=4, start_method=method)
+    compute(run_rank, 4, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -114,13 +106,3 @@ def test_shards_are_the_whole(name, size, linear, ranks):
     received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)
     for seen in ranks[:size]:
         assert seen[name, linear, size][1] == {"alltoall": 2 * (size - 1) * received}
-
-
-def test_refusals():
-    inputs, _ = op_inputs(Case(T=4, R=4, D=3, M=4), torch.float32)
-    with pytest.raises(ValueError, match="initial_state with a group"):
-        scan.interdomain_scan(**inputs, group="ranks")
-    del inputs["initial_state"]
-    for backend in ("fft", "reference"):
-        with pytest.raises(ValueError, match=f"{backend}.*'chunkwise' does"):
-            scan.interdomain_scan(**inputs, group="ranks", backend=backend)

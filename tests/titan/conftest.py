@@ -1,6 +1,5 @@
 """Parts that the tests of this folder share: corpora, and runs that begin when a test asks for them (runs.py)."""
 
-import json
 import random
 import string
 from unittest import mock
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from interdomain.tools import prepare_data
 
+from ..common import write_rows
 from ..ranks import forks
 from .runs import RUNS, Runs
 
@@ -62,10 +62,9 @@ def short(tmp_path_factory):
     for _ in range(500):
         letters = draw.choices(string.ascii_lowercase, k=draw.randint(1, 6))
         words.append("".join(letters))
-    with open(folder / "short.jsonl", "w") as file:
-        for _ in range(1000):
-            print(json.dumps({"text": " ".join(draw.choices(words, k=24))}), file=file)
-    source = ["--input", str(folder / "short.jsonl"), "--vocab-size", "512"]
+    rows = [{"text": " ".join(draw.choices(words, k=24))} for _ in range(1000)]
+    path = write_rows(folder / "short.jsonl", rows)
+    source = ["--input", str(path), "--vocab-size", "512"]
     return prepare(folder / "tiny", *source)
 
 

@@ -20,7 +20,7 @@ from interdomain.checkpoint.step_folder import finished_steps, half_copies, mile
 from interdomain.titan.resume.lock import RunLock
 from interdomain.titan.resume.resume_from import check_resume_of_torchtitan
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import REPOSITORY, TIMEOUT, bytes_in
 from ..docs.pages import blocks
 from .conftest import refusal
 from .runs import parse
@@ -219,11 +219,6 @@ def test_no_code_in_a_checkpoint_runs(new, folder, tmp_path):
 def copy_visible(source, target):
     """Copies what `cp source/* target/` copies: no hidden file."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*"))
-
-
-def bytes_in(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys):

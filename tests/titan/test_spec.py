@@ -18,7 +18,7 @@ from interdomain.model.flops import train_flops_per_token
 from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, write_rows
 from .runs import TINY, assert_close, assert_same_run, read_runs, settings_of
 
 pytestmark = pytest.mark.e2e
@@ -135,10 +135,10 @@ def write_tokenizer(folder, config, special_tokens=(), template=None):
 def own_data(folder):
     """Makes data and assets of TorchTitan's own kind. TorchTitan adds <s> and </s> to the tokenizer."""
     (folder / "data").mkdir()
-    with open(folder / "data" / "text.json", "w") as file:
-        for n in range(400):
-            text = f"the cat {n % 5} sat on mat {n % 7} and was glad"
-            print(json.dumps({"text": text}), file=file)
+    rows = []
+    for n in range(400):
+        rows.append({"text": f"the cat {n % 5} sat on mat {n % 7} and was glad"})
+    write_rows(folder / "data" / "text.json", rows)
     write_tokenizer(folder / "assets", BOTH)
 
 

@@ -51,9 +51,9 @@ def test_the_references_differ(runs):
 @pytest.mark.parametrize(
     ("name", "backend", "layers", "calls"),
     [
-        ("2 shards answers", "aot_eager", 2, 2),
+        ("2 products compiled", "aot_eager", 2, 2),
         ("2 context answers", "aot_eager", 2, 2),
-        ("2 tensor answers", "aot_eager", 2, 2),
+        ("2 tensor layers", "aot_eager", 4, 2),
         ("2 pipeline answers", "aot_eager", 1, 4),
         ("1 compiled", "inductor", 2, 2),
     ],

@@ -22,6 +22,7 @@ from interdomain.megatron import checkpoint as megatron
 from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
 
+from ..model.common import assert_same_tensors
 from .checkpoints import edit_run, small_model, write_checkpoint
 
 
@@ -61,11 +62,6 @@ def checkpoint_tensors(folder):
     return read_tensors(folder, list(tensor_index(folder)))
 
 
-def assert_same(found, wanted):
-    """The dictionaries have the same names, dtypes and values. A failure shows the name and the worst position."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
 EXPORTED = """
 LICENSE README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer.model tokenizer_config.json
 cache_interdomain.py configuration_interdomain.py modeling_interdomain.py plain_interdomain.py
@@ -88,7 +84,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     model = small_model(condition, **overrides)
     checkpoint = write_checkpoint(tmp_path / "run/checkpoint", model, tokenizer)
     run(checkpoint, output)
-    assert_same(exported_tensors(output), model.state_dict())
+    assert_same_tensors(exported_tensors(output), model.state_dict())
     assert set(os.listdir(output)) == set(EXPORTED.split())
     # The umask decides who may read the files: safetensors' own mode is 0600.
     assert len({path.stat().st_mode for path in output.iterdir()}) == 1
@@ -113,7 +109,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert config == model.config
     assert record["step"] == 0
     assert record["run"]["started_from"]["step"] == 100
-    assert_same(checkpoint_tensors(again), model.state_dict())
+    assert_same_tensors(checkpoint_tensors(again), model.state_dict())
 
     # A run whose checkpoint.folder is `again` becomes the same files.
     note_folders(tmp_path, "again", "tb")
@@ -153,7 +149,7 @@ seed = 7
     drawn = Transformer(config)
     drawn.init_weights(7)
     expected = {**drawn.state_dict(), **model.state_dict()}
-    assert_same(checkpoint_tensors(start), expected)
+    assert_same_tensors(checkpoint_tensors(start), expected)
     file.write_text(settings.replace("n_heads = 4", "n_heads = 2"))
     refused(softmax, "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file)
     run(start, tmp_path / "again")
@@ -224,7 +220,7 @@ def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, cap
     run(tmp_path / "start", tmp_path / "again")
     run(folder, tmp_path / "megatron", "--to-megatron")
     run(tmp_path / "megatron", tmp_path / "back", "--tokenizer", tokenizer.path)
-    assert_same(exported_tensors(tmp_path / "back"), small_model().state_dict())
+    assert_same_tensors(exported_tensors(tmp_path / "back"), small_model().state_dict())
     for exported in (folder, tmp_path / "again", tmp_path / "back"):
         assert read_config(exported)[1]["facts"]["run"]["documents"] == documents
     settings = json.loads((folder / "generation_config.json").read_text())
@@ -246,12 +242,12 @@ def test_storage_dtypes_spare_the_ssm_parameters(tmp_path, tokenizer, output):
     for name, tensor in rounded.items():
         if ".ssm." not in name:
             rounded[name] = tensor.bfloat16()
-    assert_same(exported_tensors(output), rounded)
+    assert_same_tensors(exported_tensors(output), rounded)
     assert read_config(output)[1]["dtype"] == "bfloat16"
     # Training starts in float32 again, from the rounded values.
     run(output, tmp_path / "again", "--to-checkpoint")
     expected = {name: tensor.float() for name, tensor in rounded.items()}
-    assert_same(checkpoint_tensors(tmp_path / "again"), expected)
+    assert_same_tensors(checkpoint_tensors(tmp_path / "again"), expected)
 
 
 # Damaged checkpoints

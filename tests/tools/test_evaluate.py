@@ -24,7 +24,7 @@ from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
 from interdomain.tools._paper import PAPER, has_papers_tokens
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, write_rows
 from .checkpoints import edit_run, small_model, write_checkpoint
 
 HARNESS = pytest.mark.slow
@@ -43,12 +43,6 @@ MAX_LENGTH = 90
 
 def run(*argv):
     assert evaluate.main([str(word) for word in argv]) == 0
-
-
-def write_rows(path, rows):
-    """Writes a JSON Lines file."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def read_results(folder):

@@ -177,5 +177,6 @@ def test_it_needs_little_and_ends_quietly_when_its_reader_leaves(source, tmp_pat
 
 def test_bad_requests(source, tmp_path, refused):
     """tests/model/test_pretrained.py has all that can be wrong with a folder."""
-    refused(generate.main, [source, "--temperature", -1], "temperature")
+    refused(generate.main, [source, "--temperature", "nan"], "temperature", "got nan")
+    refused(generate.main, [source, "--top-p", 0], "top_p", "got 0.0")
     refused(generate.main, [tmp_path, "--prompt", "x"], "is not a model folder")

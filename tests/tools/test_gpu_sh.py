@@ -15,7 +15,7 @@ import torch
 from interdomain.tools._bench import processes
 from interdomain.tools._bench.pages import CHECK_FAILED
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import REPOSITORY, TIMEOUT, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -105,11 +105,6 @@ class Rehearsal:
         for path in folder.glob("*.json"):
             tables = json.loads(path.read_text())["tables"]
             self.rows[path.stem] = len(tables["rows"]["rows"])
-
-
-def write_program(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 def gpu_sh(*flags):

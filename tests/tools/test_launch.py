@@ -16,7 +16,7 @@ import pytest
 from interdomain.tools import bench_training, convert, generate, launch
 from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import REPOSITORY, TIMEOUT, write_program
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 # A stand-in for Python, its venv and its pip. An installation notes when it begins, and whether another one is running.
-STAND_IN = """#!/bin/sh
+STAND_IN = """
 here=$(dirname "$0")
 case "$*" in
   --version) echo Python 3.11.0 ;;
@@ -205,14 +205,13 @@ def checkout(tmp_path, monkeypatch):
         for name in pythons:
             python = Path(name)
             python.parent.mkdir(parents=True)
-            python.write_text(text)
-            python.chmod(0o755)
+            write_program(python, text)
 
     return checkout
 
 
 def test_titan_chooses_an_environment(checkout, monkeypatch):
-    checkout('#!/bin/sh\necho $0 "$@" >> log\n', ".venv/bin/python", ".venv-titan03/bin/python")
+    checkout('echo $0 "$@" >> log', ".venv/bin/python", ".venv-titan03/bin/python")
 
     def start(version):
         command = ["./launch.sh", "--titan", version, "run.toml"]
@@ -232,7 +231,7 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
     """launch.sh may be started from elsewhere, and through a link. The user's file and environments are found."""
     checkout(
-        '#!/bin/sh\necho "$PWD $0 $@"\n',
+        'echo "$PWD $0 $@"',
         "clone/.venv/bin/python",
         "mine/env/bin/python",
         "mine/venv/bin/python",
@@ -255,7 +254,7 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     start("launch", "mine/env/bin/python")
 
 
-HELD_PIP = """#!/bin/sh
+HELD_PIP = """
 case "$*" in *"pip install"*)
     echo "Collecting torch==2.13.0"
     while test -e hold; do sleep 0.1; done ;;

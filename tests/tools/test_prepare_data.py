@@ -31,11 +31,7 @@ from interdomain.data.readers import (
 )
 from interdomain.tools import _progress, prepare_data
 
-from ..common import TIMEOUT
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+from ..common import TIMEOUT, bytes_in
 
 
 def decoded(corpus, split="train"):
@@ -212,7 +208,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     # The parts of the first request stay after another one that fails.
     assert subprocess.run([*run, "--text-field", "id"]).returncode == 2
     assert subprocess.run(run).returncode == 0
-    assert contents(out) == contents(tmp_path / "undisturbed")
+    assert bytes_in(out) == bytes_in(tmp_path / "undisturbed")
     assert len(TokenCorpus(out).shards) > 3
     assert sorted(os.listdir(tmp_path)) == ["corpus", "undisturbed"]
 
@@ -266,7 +262,7 @@ def test_after_a_correction_nothing_of_the_old_input_is_left(
     assert os.path.getsize(file) == size
     assert run("out") == 0
     assert run("fresh") == 0
-    assert contents(Path("out")) == contents(Path("fresh"))
+    assert bytes_in(Path("out")) == bytes_in(Path("fresh"))
 
 
 def test_a_file_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from interdomain.tools._evaluate import task_table
 
-from .test_evaluate import write_rows
+from ..common import write_rows
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 from lm_eval.api.model import LM  # noqa: E402

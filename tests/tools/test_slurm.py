@@ -13,8 +13,7 @@ from interdomain.tools._start import slurm as _slurm
 from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from .. import slurm_stand_in
-from ..common import when_listening
-from .test_gpu_sh import write_program
+from ..common import when_listening, write_program
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ from interdomain.tools._study import definition, tables
 from interdomain.tools._study import run as _study_run
 from interdomain.tools._study.tables import interval_of, perplexities
 
-from ..common import REPOSITORY
-from .test_gpu_sh import write_program
+from ..common import REPOSITORY, write_program
 
 # Validation losses by step. Nothing else is logged at the last step, 4,769. The lowest loss is not the last.
 LOSSES = {
