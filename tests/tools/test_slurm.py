@@ -95,6 +95,13 @@ def test_ranks_per_node(slurm, capsys, variables, argv, ranks):
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
+def test_a_site_with_0_gpus_has_none(slurm, tmp_path):
+    site = tmp_path / "cpus.env"
+    site.write_text("INTERDOMAIN_GPUS_PER_NODE=0\n")
+    slurm("a")
+    assert not _slurm.allocation(str(site), 1, 1).has_gpus
+
+
 @pytest.mark.parametrize(
     ("argv", "nodes", "batch"),
     [
