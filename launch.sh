@@ -2,7 +2,7 @@
 # ./launch.sh                                    train the debug model on the embedded corpus
 # ./launch.sh train_configs/125M.toml [FLAGS]    the paper's run; --flags lists its flags
 # ./launch.sh train_configs/125M.toml --dry-run  what would run, without running it
-# ./launch.sh train_configs/1.3B.toml --site S   inside sbatch or salloc: on every node (tools/sites, requeue.sbatch there)
+# ./launch.sh train_configs/1.3B.toml --site S   inside sbatch or salloc: on every node (S: a file of tools/sites)
 # ./launch.sh --titan 0.3 FILE.toml [FLAGS]      the same under TorchTitan 0.3.0, in an environment of its own
 # ./launch.sh test [PYTEST ARGUMENTS]            the tests
 # ./launch.sh test tests/vllm --vllm             those with vLLM, in an environment of its own
@@ -104,11 +104,23 @@ end_progress() {
   if [ -t 1 ]; then echo; fi
 }
 
+# check_processor: whether the environment in $venv is of this machine's processor. Login nodes may have another one than the nodes that
+# share their file system. Its Python cannot be executed then (status 126), or is a link to this machine's Python.
+check_processor() {
+  local status=0 processor
+  processor=$(cat "$venv/.processor" 2>/dev/null) || processor=$(uname -m)
+  if [ -x "$python" ]; then "$python" --version >/dev/null 2>&1 || status=$?; fi
+  if [ "$status" -eq 126 ] || [ "$processor" != "$(uname -m)" ]; then
+    fail "the environment in $venv cannot run on this machine ($(uname -m)): it was made on another processor. Name a folder for this machine's: INTERDOMAIN_VENV=.venv-$(uname -m) ./launch.sh ..."
+  fi
+}
+
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from, by one
 # start at a time: jobs that were submitted together begin together.
 make_environment() {
   local extras=$1 log=$venv/install.log stamp wanted base progress status=0
   python=$venv/bin/python
+  check_processor
   stamp=$venv/.installed-$extras
   wanted=$(cat pyproject.toml "$constraints" launch.sh | cksum)
   installed() { [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; }
@@ -119,6 +131,7 @@ make_environment() {
     base=$(find_python)
     echo "making an environment in $venv with $("$base" --version)"
     "$base" -m venv "$venv" || fail "could not make an environment in $venv. Remove the folder and try again."
+    uname -m >"$venv/.processor"
   fi
   echo "installing interdomain[$extras] into $venv (minutes on a first start; log: $log)"
   show_progress "$log" 9>&- &

@@ -90,7 +90,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     place.add_argument(
         "--sbatch",
         metavar="COMMAND",
-        help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch tools/sites/requeue.sbatch'",
+        help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch mine.sbatch' with your copy of "
+        "tools/sites/requeue.sbatch",
     )
     show.add_argument(
         "runs",

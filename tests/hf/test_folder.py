@@ -3,6 +3,8 @@
 import ast
 import importlib
 import shutil
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +112,28 @@ def test_the_package_registers_the_same_classes(tmp_path, exported, package):
     torch.testing.assert_close(there.output(hidden), there(tokens).logits)
     text = load(tmp_path).generate(tokens, max_new_tokens=3, **GREEDY)
     assert torch.equal(text, greedy(model, tokens, 3))
+
+
+def test_a_configuration_is_uploaded_with_the_code_of_an_exported_model(
+    tmp_path, exported, package, monkeypatch
+):
+    """A stand-in keeps what transformers would upload."""
+    from transformers.utils import hub
+
+    uploaded = {}
+
+    def upload(self, working_dir, *args, **options):
+        for file in Path(working_dir).glob("*.py"):
+            uploaded[file.name] = file.read_text()
+
+    # The hub's functions, which are not the same in all versions of transformers.
+    for name in ("hf_api", "create_repo", "create_and_tag_model_card"):
+        monkeypatch.setattr(hub, name, mock.Mock(), raising=False)
+    monkeypatch.setattr(hub.PushToHubMixin, "_upload_modified_files", upload)
+    folder = exported("interdomain")[1]
+    config = package.InterdomainConfig.from_pretrained(folder)
+    config.save_pretrained(tmp_path / "saved", push_to_hub=True)
+    assert uploaded == {file.name: file.read_text() for file in folder.glob("*.py")}
 
 
 def test_added_tokens(tmp_path, exported):

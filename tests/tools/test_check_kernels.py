@@ -1,6 +1,7 @@
 """check_kernels in CPU tiny mode: what it writes, what it finds, and how it judges."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,11 @@ def test_every_backend_passes(tmp_path):
         assert tensors[f"scan: {backend}"] >= scan
     assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= tensors.keys()
     assert {"out", "dx", "dmixer.wq.weight", "dmixer.v_norm.weight"} <= tensors["layer: torch"]
+
+
+def test_a_case_that_runs_twice_has_a_name_of_its_own():
+    case = check_kernels.groups(False)["chunkwise-M128"][0]
+    assert str(replace(case, repeat=False)) != str(case)
 
 
 def replace_chunkwise(monkeypatch, **functions):

@@ -1,6 +1,7 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import os
+import platform
 import pty
 import re
 import shlex
@@ -226,6 +227,19 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
     assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
     assert "leave one out" in start("0.3")
+
+
+@pytest.mark.parametrize(
+    ("python", "processor"), [("\x7fELF\0", platform.machine()), ("#!/bin/sh\n", "another")]
+)
+def test_an_environment_of_another_processor_is_refused(checkout, python, processor):
+    """Its Python is no program of this machine, or is a link to this machine's."""
+    checkout(python, ".venv/bin/python")
+    Path(".venv/.processor").write_text(processor)
+    done = subprocess.run("./launch.sh", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (error,) = done.stderr.splitlines()
+    assert "INTERDOMAIN_VENV=" in error
 
 
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):

@@ -94,6 +94,13 @@ def test_ranks_per_node(slurm, capsys, variables, argv, ranks):
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
+def test_a_site_with_0_gpus_has_none(slurm, tmp_path):
+    site = tmp_path / "cpus.env"
+    site.write_text("INTERDOMAIN_GPUS_PER_NODE=0\n")
+    slurm("a")
+    assert not _slurm.allocation(str(site), 1, 1).has_gpus
+
+
 @pytest.mark.parametrize(
     ("argv", "nodes", "batch"),
     [
@@ -197,12 +204,11 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(
     assert ("requeue 77" in calls) == requeued
 
 
-@pytest.mark.parametrize("script", ["tools/sites/requeue.sbatch", "mine.sbatch"])
-def test_the_batch_script_finds_its_project_from_any_folder(tmp_path, monkeypatch, script):
+def test_the_batch_script_finds_its_project_from_any_folder(tmp_path, monkeypatch):
     project = tmp_path / "project"
     project.mkdir()
     write_program(project / "launch.sh", "echo $0 $@")
-    write_program(tmp_path / "scontrol", f"echo '   Command={project}/{script} x.toml'")
+    write_program(tmp_path / "scontrol", f"echo '   Command={project}/mine.sbatch x.toml'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     command = ["bash", _slurm.SITES / "requeue.sbatch"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

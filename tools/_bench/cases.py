@@ -134,7 +134,7 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"{self.kind}:", self.backend, str(self.shape), self.dtype_name]
-        for name in ("state", "recompute", "documents", "mode", "wider", "slow"):
+        for name in ("state", "recompute", "documents", "repeat", "mode", "wider", "slow"):
             value = getattr(self, name)
             if value != getattr(Case, name):  # the default
                 words.append(f"{name}={value}")

@@ -193,12 +193,15 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         thing = draw.choice(THINGS.split())
         key = f"{kind}-{thing}"
         number = str(draw.randrange(10**6, 10**7))
-        place = draw.randint(0, room)
-        lines = [HAY] * room
-        lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
-        # The sentence with the number was not counted above: leave out others, from the start.
-        while not fits(lines, key):
-            lines.remove(HAY)
+        depth = draw.random()  # the number's place in the text, from 0 to 1
+        # The sentence with the number was not counted above: leave out others until it fits.
+        lines = []
+        for sentences in range(room, -1, -1):
+            lines = [HAY] * sentences
+            place = int(depth * (sentences + 1))
+            lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
+            if fits(lines, key):
+                break
         made.append({"lines": lines, "key": key, "answers": [number]})
     return made
 

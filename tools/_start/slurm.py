@@ -72,7 +72,7 @@ class Allocation:
 
         This machine may be a login node without any.
         """
-        return bool(self.gpus or self.environment.get("INTERDOMAIN_GPUS_PER_NODE"))
+        return bool(self.gpus or _count("INTERDOMAIN_GPUS_PER_NODE", self.environment))
 
     @property
     def gpu(self) -> "Gpu | None":

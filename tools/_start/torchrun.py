@@ -2,8 +2,8 @@
 
 The exit status says whether the same command continues the run. Two things start a run again:
 torchrun starts its ranks again when one of them fails (--max-restarts), and a scheduler puts the
-job back in the queue when a node is lost or the time is over (tools/sites/requeue.sbatch, at exit
-status 75). This module starts nothing a second time.
+job back in the queue when a node is lost or the time is over (a copy of tools/sites/requeue.sbatch, at
+exit status 75). This module starts nothing a second time.
 
 srun runs it on every node of an allocation: python -m interdomain.tools._start.torchrun RANKS
 TORCHRUN'S COMMAND

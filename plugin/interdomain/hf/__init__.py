@@ -37,7 +37,9 @@ CLASSES = {
 }
 
 
-def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **options: Any) -> None:
+def save_pretrained(
+    self: PretrainedConfig, save_directory: str | Path, push_to_hub: bool = False, **options: Any
+) -> None:
     """Saves config.json as transformers does, and then the model's Python files.
 
     It replaces `InterdomainConfig.save_pretrained`. transformers copies the Python files of this
@@ -47,13 +49,17 @@ def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **option
     Args:
         self: The configuration, an InterdomainConfig.
         save_directory: The folder of the exported model.
-        options: The arguments of `PretrainedConfig.save_pretrained`. With push_to_hub = True it
-            would upload the files before they are overwritten. Upload with the `save_pretrained` or
-            the `push_to_hub` of the model instead: they call this without that option, and upload
-            when all files are written.
+        push_to_hub: Whether to upload the files, too.
+        options: `repo_id`, by default the folder's name, and the other arguments of
+            `PretrainedConfig.push_to_hub`.
     """
-    PretrainedConfig.save_pretrained(self, save_directory, **options)
+    PretrainedConfig.save_pretrained(self, save_directory)
     write_code(Path(save_directory))
+    # transformers' save_pretrained would upload before the files are overwritten. Its push_to_hub
+    # calls this function for a folder of its own, and then uploads that.
+    if push_to_hub:
+        repo_id = options.pop("repo_id", Path(save_directory).name)
+        self.push_to_hub(repo_id, **options)
 
 
 # A model's save_pretrained calls the configuration's after its code is copied and before an upload.
