@@ -50,7 +50,7 @@ def test_memory_of_plain_pytorch_is_about_what_a_step_takes():
     plan = make_plan(job, 1)
     costs = cost_model(plan, job)
     memory = sum(costs.memory().values()) + costs.more_in_plain_pytorch()
-    assert memory == pytest.approx(traced_peak(job, plan), rel=0.1)
+    assert memory == pytest.approx(traced_peak(job, plan), rel=0.3)
 
 
 def memory_of(given="", ranks=1):
