@@ -45,14 +45,6 @@ def test_memory_is_about_what_a_step_takes(mode):
     assert memory == pytest.approx(traced_peak(job, plan), rel=0.3)
 
 
-def test_memory_of_plain_pytorch_is_about_what_a_step_takes():
-    job = parse_flags("--training.seq_len 512 --training.local_batch_size 4")
-    plan = make_plan(job, 1)
-    costs = cost_model(plan, job)
-    memory = sum(costs.memory().values()) + costs.more_in_plain_pytorch()
-    assert memory == pytest.approx(traced_peak(job, plan), rel=0.3)
-
-
 def memory_of(given="", ranks=1):
     """Returns bytes by category of a run of 1.3B, with four micro-batches in a step."""
     sizes = "--training.local_batch_size 1 --training.seq_len 4096"

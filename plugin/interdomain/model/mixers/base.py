@@ -205,18 +205,6 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError("this mixer has no method `saved_elements`")
 
-    @staticmethod
-    def plain_elements(config: ModelConfig) -> tuple[int, int]:
-        """Returns the elements per token of the features that eager plain PyTorch saves otherwise.
-
-        The first number counts what it saves in float32. The second counts what `saved_elements`
-        counts and what it does not save.
-
-        Args:
-            config: Configuration of the layer.
-        """
-        return 0, 0
-
     @classmethod
     def received_elements(
         cls,

@@ -542,26 +542,6 @@ class InterdomainMixer(Recurrence):
             token += config.dim
         return token, scores
 
-    @staticmethod
-    def plain_elements(config: ModelConfig) -> tuple[int, int]:
-        """Counts the stages of the features. Their inputs in the model's dtype are not saved."""
-        mixer = config.mixer
-        kv_dim = config.n_kv_heads * config.head_dim
-        has_conv = bool(mixer.conv_width)
-        # The inputs of the convolution, of SiLU, of the l2 norm, and of the input norm and its
-        # scale.
-        keys = has_conv + 4
-        values = 2
-        if not mixer.dual_input:
-            keys = has_conv + 2
-            values = has_conv + 2
-        saved = (keys + values) * kv_dim
-        inputs = 2 * kv_dim
-        if mixer.query_readout:
-            saved += (has_conv + 2) * config.dim
-            inputs += config.dim
-        return saved, inputs
-
     @classmethod
     def received_elements(
         cls,

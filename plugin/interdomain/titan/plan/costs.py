@@ -124,26 +124,6 @@ class CostModel:
         """Returns the peak memory in bytes by category, on the rank that needs the most."""
         return self._largest(self._memory)
 
-    def more_in_plain_pytorch(self) -> int:
-        """Returns the bytes that eager plain PyTorch saves in addition, on the rank with the most.
-
-        Without checkpointing it saves each stage of the features and of the blocks' norms, in
-        float32.
-        """
-        if self.compiled or self.checkpointing != "none":
-            return 0
-        sizes = []
-        for rank, share in enumerate(self.shares):
-            per_token = 0
-            for layer in share.layers:
-                saved, inputs = mixer_class(layer.mixer).plain_elements(layer)
-                per_token += 4 * saved - self.width * inputs
-                # Each of the two norms saves its input and that divided by its RMS.
-                per_token += 2 * (8 - self.stored) * layer.dim
-            per_token //= self.plan.topology.tensor
-            sizes.append(int(self._in_flight(rank) * self.tokens * per_token))
-        return max(sizes)
-
     def traffic(self) -> dict[str, int]:
         """Returns the bytes received in a step by axis, on the rank that receives the most."""
         return self._largest(self._traffic)

@@ -180,12 +180,11 @@ def _more_on_cpu(plan: RunPlan, job: JobConfig) -> dict[str, int]:
         plan: The plan of the run.
         job: The configuration of the run.
     """
-    costs = cost_model(plan, job)
-    more = {"process": PROCESS, "plain PyTorch": costs.more_in_plain_pytorch()}
+    more = {"process": PROCESS}
     if job.checkpoint.enable and job.checkpoint.async_mode != "disabled":
         # A copy of the weights and of AdamW's two moments, which is written in the background.
-        more["copy for saves"] = 3 * costs.memory()["parameters"]
-    return {name: size for name, size in more.items() if size}
+        more["copy for saves"] = 3 * cost_model(plan, job).memory()["parameters"]
+    return more
 
 
 def _describe_fit(needed: int, gpu: Gpu | None) -> str:
