@@ -132,7 +132,7 @@ def _config(
             {"metric": score.__name__, "aggregation": "mean", "higher_is_better": True}
         ],
         "generation_kwargs": {"until": until, "max_gen_toks": max_tokens, "do_sample": False},
-        "metadata": {"version": 1.0},
+        "metadata": {"version": 2.0},
     }
 
 
