@@ -256,7 +256,7 @@ def test_a_begun_run_with_other_settings_is_refused(described, refused):
 def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     """Each run that is not in the queue is submitted by its own file and name. None is before there is data."""
     asked = tmp_path / "asked"
-    write_program(tmp_path / "squeue", "echo mine/debug/softmax/seed-42")
+    write_program(tmp_path / "squeue", "echo mine-debug-softmax-seed-42")
     write_program(tmp_path / "sbatch", f"echo $@ >> {asked}; echo job 7")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     corpus = f"{tmp_path}/recall"
@@ -276,8 +276,8 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     assert study.main(command) == 0
     folder = tmp_path / "out/debug/softmax"
     assert asked.read_text().splitlines() == [
-        f"--job-name=mine/debug/softmax/seed-1 -N2 site.sbatch {folder}/seed-1/run.toml",
-        f"--job-name=mine/debug/softmax/seed-2 -N2 site.sbatch {folder}/seed-2/run.toml",
+        f"--job-name=mine-debug-softmax-seed-1 -N2 site.sbatch {folder}/seed-1/run.toml",
+        f"--job-name=mine-debug-softmax-seed-2 -N2 site.sbatch {folder}/seed-2/run.toml",
     ]
     assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
 

@@ -193,7 +193,8 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
     queued = _output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines()
     sbatch, *arguments = command
     for run in missing:
-        job = f"{study}/{run.name}"
+        # Scripts name a job's log after it, so it must be no path.
+        job = f"{study}/{run.name}".replace("/", "-")
         if job in queued:
             print(f"{run.name}: in the queue")
             continue
