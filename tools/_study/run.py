@@ -140,7 +140,9 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
             # Start runs on the free shares of the machine.
             free = set(range(jobs)) - {one.share for one in running}
             while waiting and free and not signals:
-                running.append(start(waiting.pop(0), free.pop(), jobs))
+                run = waiting.pop(0)
+                running.append(start(run, free.pop(), jobs))
+                bar.write(f"{run.name}: training; its output is in {run.folder / LOG}")
                 bar.set_description(", ".join(one.run.name for one in running))
 
             # Report those that have ended.
@@ -165,6 +167,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
             # The bar counts the steps in checkpoints, which a restart does not repeat.
             bar.n = sum(run.step for run in missing)
             bar.refresh()
+            sys.stdout.flush()  # a file or a pipe would keep the lines until the end
     if signals:
         message = (
             f"left on a signal (exit status {CONTINUE}): the same command continues the study."
