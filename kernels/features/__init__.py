@@ -12,7 +12,7 @@ docs/measurements.md.
 import torch
 from torch import Tensor
 
-from interdomain.scan.library import first_derivatives_only, log_once, recompute_in_backward
+from interdomain.scan.library import first_derivatives_only, log_once
 from interdomain.scan.packing import checked_documents
 
 from . import ops, plain, support
@@ -119,7 +119,7 @@ def input_features(
             return ops.features(*args)
         if conv or silu or norm:
             # Keep only the inputs for the backward, as the kernels do.
-            return recompute_in_backward(plain.features, *args)
+            return plain.recompute_in_backward(plain.features, *args)
         # The gradient of RoPE alone does not need its input.
         return plain.features(*args)
 

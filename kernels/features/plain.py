@@ -5,12 +5,35 @@ This is the path on a CPU, and tests compare the kernels with it.
 # The tensors of a stage are given together, or are None together, which the types do not say.
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalOperand=false, reportCallIssue=false
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 # Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width, C convolved
 # channels and N normalised heads of a step.
+
+
+def recompute_in_backward(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Calls a function, of which autograd keeps only the arguments until the backward.
+
+    The backward calls it again for its intermediate results. torch.compile chooses by itself what
+    it keeps. In torch.func's transforms, which do not support this, everything is kept.
+
+    Args:
+        function: A function of tensors without random numbers, whose results are cheap to compute.
+        *args: Its arguments.
+    """
+    if (
+        not torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def features(

@@ -1,11 +1,10 @@
-"""Logging, refusals, recomputation and cache tags that the scan and the input features share."""
+"""Logging, refusals and cache tags that the ops of the scan and of the input features share."""
 
 import functools
 import hashlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import checkpoint
 
 
 def log_once(line: str) -> None:
@@ -37,25 +35,6 @@ def _log_once(line: str) -> None:
 # This is what torch.compiler.assume_constant_result sets. The function itself would import
 # torch.compile's front end, which takes as long as importing torch.
 log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def recompute_in_backward(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Calls a function, of which autograd keeps only the arguments until the backward.
-
-    The backward calls it again for its intermediate results. torch.compile chooses by itself what
-    it keeps. In torch.func's transforms, which do not support this, everything is kept.
-
-    Args:
-        function: A function of tensors without random numbers, whose results are cheap to compute.
-        *args: Its arguments.
-    """
-    if (
-        not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def first_derivatives_only(*tensors: Tensor | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from interdomain.scan.library import recompute_in_backward
+from interdomain.features.plain import recompute_in_backward
 
 from .config import Execution, MixerConfig, ModelConfig
 from .initialize import initialize
