@@ -83,14 +83,15 @@ class Allocation:
         """
         from interdomain.titan.plan.device import Gpu
 
-        memory = self.environment.get("INTERDOMAIN_GPU_GIB")
-        if not memory:
+        name = self.environment.get("INTERDOMAIN_GPU", "")
+        memory = self.environment.get("INTERDOMAIN_GPU_GIB", "")
+        if not name and not memory:
             return None
         if not re.fullmatch(r"[1-9]\d*(\.\d+)?", memory):
             raise ValueError(
                 f"INTERDOMAIN_GPU_GIB must be the memory of a GPU in GiB, such as 94.5: got {memory!r}."
             )
-        return Gpu(self.environment.get("INTERDOMAIN_GPU", "GPU"), float(memory) * 2**30)
+        return Gpu(name or "GPU", float(memory) * 2**30)
 
     def command(self, config: str, flags: list[str], restarts: int) -> list[str]:
         """Returns the command of srun, which starts the same command of torchrun on every node.
@@ -133,7 +134,7 @@ class Allocation:
         if self.job:
             place = f"{', '.join(self.hosts)} (SLURM job {self.job})"
         nodes = f"{self.n_nodes} x {self.ranks} rank(s): {place}"
-        return {"nodes": nodes, "site": " ".join(variables) or "sets nothing"}
+        return {"nodes": nodes, "site": " ".join(variables) or "sets nothing for the ranks"}
 
 
 def read_site(name: str) -> dict[str, str]:
@@ -161,6 +162,8 @@ def read_site(name: str) -> dict[str, str]:
             if not re.match(r"[A-Za-z_]\w*=", line):
                 raise ValueError(f"{file}: {line!r} is not NAME=VALUE.")
             variable, _, value = line.partition("=")
+            if value[:1] in ("'", '"'):
+                raise ValueError(f"{file}: {line!r} has quotes, which would be part of the value.")
             variables[variable] = value
     return variables
 
