@@ -234,7 +234,8 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
 )
 def test_an_environment_of_another_processor_is_refused(checkout, python, processor):
     """Its Python is no program of this machine, or is a link to this machine's."""
-    checkout(python, ".venv/bin/python")
+    checkout("", ".venv/bin/python")
+    Path(".venv/bin/python").write_text(python)
     Path(".venv/.processor").write_text(processor)
     done = subprocess.run("./launch.sh", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
