@@ -160,7 +160,7 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     with pytest.raises(ValueError, match="has quotes, which would be part of the value"):
         _slurm.read_site(str(site))
     site.write_text("INTERDOMAIN_GPU=GH200\n")
-    with pytest.raises(ValueError, match="INTERDOMAIN_GPU_GIB must be .* got ''"):
+    with pytest.raises(ValueError, match=r"INTERDOMAIN_GPU_GIB must be .* got ''"):
         assert _slurm.allocation(str(site), 1, 1).gpu
 
 
