@@ -104,15 +104,13 @@ end_progress() {
   if [ -t 1 ]; then echo; fi
 }
 
-# check_processor: whether the environment in $venv is of this machine's processor. Login nodes may have another one than the nodes that
-# share their file system. Its Python cannot be executed then (status 126), or is a link to this machine's Python.
+# check_processor: whether the environment in $venv was made on this machine's processor. Login nodes may have another one than the nodes
+# that share their file system.
 check_processor() {
-  local status=0 processor
-  processor=$(cat "$venv/.processor" 2>/dev/null) || processor=$(uname -m)
-  if [ -x "$python" ]; then "$python" --version >/dev/null 2>&1 || status=$?; fi
-  if [ "$status" -eq 126 ] || [ "$processor" != "$(uname -m)" ]; then
-    fail "the environment in $venv cannot run on this machine ($(uname -m)): it was made on another processor. Name a folder for this machine's: INTERDOMAIN_VENV=.venv-$(uname -m) ./launch.sh ..."
-  fi
+  local processor
+  processor=$(cat "$venv/.processor" 2>/dev/null) || return 0
+  [ "$processor" = "$(uname -m)" ] ||
+    fail "the environment in $venv is for $processor, and this machine is $(uname -m). Name a folder for this machine's: INTERDOMAIN_VENV=.venv-$(uname -m) ./launch.sh ..."
 }
 
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from, by one
@@ -131,8 +129,8 @@ make_environment() {
     base=$(find_python)
     echo "making an environment in $venv with $("$base" --version)"
     "$base" -m venv "$venv" || fail "could not make an environment in $venv. Remove the folder and try again."
-    uname -m >"$venv/.processor"
   fi
+  uname -m >"$venv/.processor"
   echo "installing interdomain[$extras] into $venv (minutes on a first start; log: $log)"
   show_progress "$log" 9>&- &
   progress=$!

@@ -48,7 +48,9 @@ from interdomain.tools._cli import (
 )
 from interdomain.tools._progress import progress_bar
 
-MAX_SHARE_ERROR = 0.05  # of the validation split's share of the tokens, above which it is warned of
+# Difference between the validation split's share of the tokens and --validation-fraction above
+# which a warning is printed.
+MAX_SHARE_ERROR = 0.05
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 # Options that only one kind of corpus reads.
 TEXT_OPTIONS = ("text_field", "max_bytes", "leave_out_bad", "tokenizer", "vocab_size", "workers")

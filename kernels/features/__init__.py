@@ -117,10 +117,6 @@ def input_features(
         if backend == "triton":
             first_derivatives_only(x, weight, bias, past, scale, shift)
             return ops.features(*args)
-        if conv or silu or norm:
-            # Keep only the inputs for the backward, as the kernels do.
-            return plain.recompute_in_backward(plain.features, *args)
-        # The gradient of RoPE alone does not need its input.
         return plain.features(*args)
 
 

@@ -61,6 +61,19 @@ def features(
     Returns:
         [B, T, H, R] in x's dtype.
     """
+    args = (x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
+    # Autograd keeps only the inputs, as with the kernels. RoPE alone does not need even these.
+    if weight is None and not silu and scale is None:
+        return _features(*args)
+    return recompute_in_backward(_features, *args)
+
+
+def _features(
+    x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
+    documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
+    shift: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Computes `features`, whose arguments it has. Autograd keeps every intermediate result."""
     # All arithmetic is in fp32, or fp64.
     dtype = torch.float32
     if x.dtype == torch.float64:

@@ -37,8 +37,8 @@ from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
-# The plain form takes so many state heads at a time, on a CPU or in float64, that tokens of all
-# sequences times heads stay below this. Measured on a CPU with heads of 32 and 64.
+# Tokens of all sequences times state heads that the plain form takes at a time, on a CPU or in
+# float64; at least one head. Measured on a CPU with heads of 32 and 64.
 HEAD_TOKENS = 2048
 # The axis of the heads by a tensor's number of axes: 2 and 3 are tables, 4 tokens, 5 states.
 HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}

@@ -1,7 +1,6 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import os
-import platform
 import pty
 import re
 import shlex
@@ -229,14 +228,9 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
     assert "leave one out" in start("0.3")
 
 
-@pytest.mark.parametrize(
-    ("python", "processor"), [("\x7fELF\0", platform.machine()), ("#!/bin/sh\n", "another")]
-)
-def test_an_environment_of_another_processor_is_refused(checkout, python, processor):
-    """Its Python is no program of this machine, or is a link to this machine's."""
+def test_an_environment_of_another_processor_is_refused(checkout):
     checkout("", ".venv/bin/python")
-    Path(".venv/bin/python").write_text(python)
-    Path(".venv/.processor").write_text(processor)
+    Path(".venv/.processor").write_text("another\n")
     done = subprocess.run("./launch.sh", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     (error,) = done.stderr.splitlines()
@@ -277,6 +271,16 @@ esac
 """
 
 
+def read_while_held(start, terminal, text):
+    """Returns what a start shows until a text has come twice. pip goes on then."""
+    shown = ""
+    while shown.count(text) < 2:
+        assert start.poll() is None, shown
+        shown += os.read(terminal, 1000).decode()
+    Path("hold").unlink()
+    return shown
+
+
 def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
     """In one line, which is rewritten. Into a file goes no control character."""
     checkout(HELD_PIP, ".venv/bin/python")
@@ -284,11 +288,7 @@ def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
     terminal, end = pty.openpty()
     with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as start:
         os.close(end)
-        shown = ""
-        while shown.count("Collecting torch==2.13.0") < 2:
-            assert start.poll() is None, shown
-            shown += os.read(terminal, 1000).decode()
-        Path("hold").unlink()
+        shown = read_while_held(start, terminal, "Collecting torch==2.13.0")
     os.close(terminal)
     assert start.returncode == 0
     first, progress = shown.split("\r\n", 1)
@@ -308,11 +308,7 @@ def test_a_start_that_waits_for_another_counts_the_seconds(checkout):
         assert first.stdout.readline().startswith("installing")
         with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as second:
             os.close(end)
-            shown = ""
-            while shown.count(" s  Collecting torch==2.13.0") < 2:
-                assert second.poll() is None, shown
-                shown += os.read(terminal, 1000).decode()
-            Path("hold").unlink()
+            shown = read_while_held(second, terminal, " s  Collecting torch==2.13.0")
     os.close(terminal)
     assert (first.returncode, second.returncode) == (0, 0)
     assert shown.startswith("waiting for another start")

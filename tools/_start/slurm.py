@@ -79,7 +79,7 @@ class Allocation:
         """The GPU that the site names, or None if it names none.
 
         Raises:
-            ValueError: Its memory is no number.
+            ValueError: Its memory is not given, or is no number.
         """
         from interdomain.titan.plan.device import Gpu
 
@@ -163,7 +163,9 @@ def read_site(name: str) -> dict[str, str]:
                 raise ValueError(f"{file}: {line!r} is not NAME=VALUE.")
             variable, _, value = line.partition("=")
             if value[:1] in ("'", '"'):
-                raise ValueError(f"{file}: {line!r} has quotes, which would be part of the value.")
+                raise ValueError(
+                    f"{file}: {line!r}: leave out the quotes, no shell reads this file."
+                )
             variables[variable] = value
     return variables
 
