@@ -83,7 +83,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(new, folder
         assert "no complete checkpoint is left" in refusal(capsys, new().load)
 
 
-def test_one_of_five_ranks_finds_an_find_damage(folder):
+def test_one_of_five_ranks_finds_the_damage(folder):
     """The ranks share the reading: each checks its own part, and no part is left out."""
     step = folder / "step-3"
     alter_shard(step)
@@ -97,7 +97,7 @@ def test_one_of_five_ranks_finds_an_find_damage(folder):
     [
         # Both models have the very same tensors.
         ("--mixer.condition interdomain-norope", ", interdomain there and debug with "),
-        ("--training.global_batch_size 16", "tokens_per_step is 512 there and 1024 here"),
+        ("--training.global_batch_size 16", "set training.global_batch_size = 8)"),
         ("--data.reset_state_at_documents", "_documents = False, and here it is True"),
     ],
 )

@@ -61,7 +61,7 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, cap
     leaving = r"leaving after step (\d+) \(SIGUSR1, \d+ s before the job's time limit\)"
     left = int(re.search(leaving, nodes.said)[1])
     # It is said at once, and not only when a long step is over.
-    at_once = nodes.said.index("SIGUSR1: saving after the next step")
+    at_once = nodes.said.index("SIGUSR1: leaving after the next step")
     assert at_once < nodes.said.index("leaving after step")
     assert (nodes.folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all

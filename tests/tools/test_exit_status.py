@@ -85,7 +85,7 @@ sys.exit(1 if seen == [signal.SIGTERM] else 9)
         (
             "ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')",
             CONTINUE,
-            "Ctrl-C: saving",
+            "Ctrl-C: leaving",
         ),
         # Ctrl-C twice ends the run, whatever it does.
         ("while True: ask(signal.SIGINT, launcher)", torchrun.INTERRUPTED, ""),

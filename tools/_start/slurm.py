@@ -188,8 +188,8 @@ def _count(name: str, environment: dict[str, str]) -> int:
         number = count.rpartition(":")[2]
         if not number.isdecimal():
             raise ValueError(
-                f"{name} must be a number: got {text!r}. Set what SLURM had set, or unset it and give --ranks N for the "
-                f"GPUs of a node, or give --site {LOCAL} for this machine only."
+                f"{name} must be a number: got {text!r}. Set what SLURM had set, or unset it (here and in the site's "
+                f"file) and give --ranks N for the GPUs of a node, or give --site {LOCAL} for this machine only."
             )
         total += int(number)
     return total

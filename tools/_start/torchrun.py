@@ -167,7 +167,7 @@ def run(command: list[str], environment: dict[str, str]) -> int:
             if number in received:
                 end_at_once(process.pid)
             else:
-                message = "\nCtrl-C: saving, then leaving. Once more ends the run at once."
+                message = "\nCtrl-C: leaving after the next step. Once more ends the run at once."
                 print(message, file=sys.stderr, flush=True)
         if not received:
             # Once only: torchrun passes SIGTERM on to the ranks, and at its third stops waiting for

@@ -26,8 +26,10 @@ def run_length(training: Training, schedule: LRScheduler, tokens_per_step: int) 
     total = schedule.total_steps or steps
     if warmup > total:
         logger.warning(
-            "the warmup of %d steps is longer than the schedule: shortened to %d steps",
+            "the warmup of %d steps is longer than the schedule of %d: it is shortened to a tenth "
+            "of the schedule, %d steps",
             warmup,
+            total,
             total // 10,
         )
         warmup = total // 10

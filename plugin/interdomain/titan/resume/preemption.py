@@ -64,7 +64,7 @@ class Preemption:
         if self.asked is None:
             self.asked = launchers_signal() or signal.Signals(number).name
             # A step may take long.
-            logger.info("%s: saving after the next step, then leaving.", self.asked)
+            logger.info("%s: leaving after the next step.", self.asked)
         # torchrun stops waiting at its third signal. The save must not end with it.
         _die_with_torchrun(0)
 

@@ -352,7 +352,10 @@ def require_same_run(
     tokens_before = record["run"].get("tokens_per_step", 0)
     tokens = run["run"]["tokens_per_step"]
     if batch and tokens_before != tokens:
-        differences.append(f"tokens_per_step is {tokens_before} there and {tokens} here")
+        differences.append(
+            f"tokens_per_step is {tokens_before} there and {tokens} here (for the same on any number "
+            f"of ranks set training.global_batch_size = {tokens_before // run['run']['seq_len']})"
+        )
     if differences:
         raise ValueError(
             f"{point.folder} is a checkpoint of another run ({record['condition']}, "
