@@ -38,36 +38,33 @@ class Run:
 
     Attributes:
         name: Its folder.
-        curves: The value of each of COLUMNS at each step.
-        configuration: The value of each setting. Empty if the run did not log them.
+        values: The value at each step of each of COLUMNS.
+        configuration: The value of each setting.
     """
 
     name: str
-    curves: dict[str, dict[int, float]]
+    values: dict[tuple[int, str], float]
     configuration: dict[str, Any]
-
-    def describe(self) -> str:
-        loss = self.curves["loss"]
-        return f"{self.name} (loss at {len(loss):,} steps, {min(loss):,} to {max(loss):,})"
 
 
 def read_run(path: Path) -> Run:
     """Reads a run's folder.
 
     Raises:
-        FileNotFoundError, ValueError: The folder holds no loss of a run.
+        FileNotFoundError: The folder holds no events of a run.
     """
     events = read_events(events_folder(path))
     logged = curves_of(events)
-    curves = {column: logged.get(tag, {}) for column, tag in COLUMNS.items()}
-    if not curves["loss"]:
-        raise ValueError(f"{path} holds no loss: no step was logged.")
+    values = {}
+    for column, tag in COLUMNS.items():
+        for step, value in logged.get(tag, {}).items():
+            values[step, column] = value
     configuration = {}
     # A run logs its settings by section.
     for section, fields in facts_of(events, "configuration").items():
         for name, value in fields.items():
             configuration[f"{section}.{name}"] = value
-    return Run(str(path), curves, configuration)
+    return Run(str(path), values, configuration)
 
 
 def is_same(a: float, b: float, tolerance: float) -> bool:
@@ -85,32 +82,24 @@ def is_same(a: float, b: float, tolerance: float) -> bool:
     return math.isclose(a, b, rel_tol=tolerance)
 
 
-def settings_that_differ(a: Run, b: Run) -> list[str]:
-    """Returns a line for each setting that differs between runs a and b, below a title.
+def differences(a: Run, b: Run) -> list[str]:
+    """Returns a line for each setting that differs between runs a and b, but for FREE_SETTINGS.
 
-    FREE_SETTINGS are left out.
+    Two more lines say what only one of the runs logged.
     """
     lines = []
     for name in sorted(a.configuration | b.configuration):
         value_a = a.configuration.get(name, "(not there)")
         value_b = b.configuration.get(name, "(not there)")
         if value_a != value_b and name not in FREE_SETTINGS:
-            lines.append(f"  {name}  {value_a}  {value_b}")
-    if not lines:
-        return ["configuration: the same"]
-    return ["configuration:", *lines]
-
-
-def only_in_one(a: Run, b: Run) -> list[str]:
-    """Returns a line for each curve of run a or b with steps that the other run does not have."""
-    lines = []
+            lines.append(f"{name}  {value_a}  {value_b}")
     for run, other in ((a, b), (b, a)):
-        for column, curve in run.curves.items():
-            steps = curve.keys() - other.curves[column].keys()
-            if steps:
-                lines.append(
-                    f"{column} at {len(steps):,} step(s) from {min(steps):,} is logged in {run.name} only"
-                )
+        only_here = run.values.keys() - other.values.keys()
+        if only_here:
+            step, column = min(only_here)
+            lines.append(
+                f"only {run.name} has {len(only_here):,} value(s), from {column} at step {step:,}"
+            )
     return lines
 
 
@@ -146,53 +135,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     a = read_run(args.run_a)
     b = read_run(args.run_b)
-    loss_steps = sorted(a.curves["loss"].keys() & b.curves["loss"].keys())
-    if not loss_steps:
-        raise ValueError(
-            f"the two runs have no logged step in common: {a.describe()}; {b.describe()}."
-        )
+    for line in differences(a, b):
+        print(line)
 
-    # The two runs, and what only one of them has.
-    missing = only_in_one(a, b)
-    lines = [f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing]
-    print("\n".join(lines))
-
-    # Compare all values that both have, step by step, up to the first that differs. The counts that
-    # are printed are those of steps with a logged loss.
-    steps_by_column = {}
-    for column in COLUMNS:
-        steps_by_column[column] = a.curves[column].keys() & b.curves[column].keys()
-    how = "to the bit"
-    if args.tolerance:
-        how = f"within {args.tolerance:g}"
-    for step in sorted(set().union(*steps_by_column.values())):
-        beyond = []
-        for column, steps in steps_by_column.items():
-            if step in steps:
-                value_a = a.curves[column][step]
-                value_b = b.curves[column][step]
-                if not is_same(value_a, value_b, args.tolerance):
-                    beyond.append(column)
-                    difference = abs(value_a - value_b) / max(abs(value_a), abs(value_b))
-                    print(f"{column} {value_a:.7g} and {value_b:.7g}, relative {difference:.1e}")
-        if beyond:
-            before = sum(earlier < step for earlier in loss_steps)
+    # Compare all values that both have, step by step, up to the first that differs.
+    shared = sorted(a.values.keys() & b.values.keys())
+    if not shared:
+        raise ValueError(f"{a.name} and {b.name} have no logged step in common.")
+    for step, column in shared:
+        value_a = a.values[step, column]
+        value_b = b.values[step, column]
+        if not is_same(value_a, value_b, args.tolerance):
             print(
-                f"the first step that differs is {step:,} ({', '.join(beyond)}); the same {how} at the {before:,} before it"
+                f"the first step that differs is {step:,}: {column} {value_a:.7g} and {value_b:.7g}"
             )
             return 1
-
-    # No step differs.
-    compared = [column for column, steps in steps_by_column.items() if steps]
-    steps = f"{len(loss_steps):,} step(s), {loss_steps[0]:,} to {loss_steps[-1]:,}"
-    same = f"the same {how} at {steps} ({', '.join(compared)})"
-    if missing and not args.common:
-        print(
-            f"not the same: one run lacks what the other has, see above. What both have (--common) is {same}"
-        )
-        return 1
-    print(same)
-    return 0
+    first, _ = shared[0]
+    last, _ = shared[-1]
+    print(f"the same in what both logged, step {first:,} to {last:,}")
+    return int(a.values.keys() != b.values.keys() and not args.common)
 
 
 if __name__ == "__main__":
