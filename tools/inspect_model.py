@@ -5,8 +5,8 @@ Show attention maps, and what the recurrences learned.
 For a text, every layer and head gets an attention map; for a recurrence it is the map that the
 recurrence implies. A layer of interdomain attention also gets its pairing: which value a query
 reads that matches a key. Every recurrence gets its timescales, the share of its modes at the bound
-on the decay, and the scale of its readout. Written are inspect.json and inspect.md (numbers) and
-maps.safetensors (maps). With matplotlib (the extra train) there are pictures.
+on the decay, and the scale of its readout. Written are inspect.json (numbers), maps.safetensors
+(maps) and pictures, which need matplotlib (the extra train).
 
     interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
@@ -168,30 +168,6 @@ def table(rows: list[Row]) -> list[str]:
     return markdown_rows(cells)
 
 
-def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
-    """Draws the maps and pairings of all layers, if matplotlib is installed.
-
-    Args:
-        folder: The folder for the pictures.
-        layers: The layers by number.
-        labels: The texts of the tokens.
-
-    Returns:
-        The number of pictures.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        return 0
-    for i, layer in layers.items():
-        title = f"layer {i} ({layer.kind})"
-        if layer.weights is not None:
-            draw_maps(folder / f"map-layer-{i:02d}.png", title, layer.weights, labels)
-        if layer.pairing is not None:
-            draw_pairing(folder / f"pairing-layer-{i:02d}.png", title, layer.pairing)
-    return len(list(folder.glob("*.png")))
-
-
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
     """Runs the command, by default with the process's arguments. Returns the exit status."""
@@ -210,52 +186,45 @@ def main(argv: list[str] | None = None) -> int:
     ids, labels = read_tokens(args.text, args.max_tokens, tokenizer)
     layers = read_layers(model, torch.tensor(ids, device=device), numbers)
 
-    # Numbers by layer and by head.
+    # Numbers by layer and by head, maps and pictures.
     rows: list[Row] = []
     head_rows: list[Row] = []
     notes: list[str] = []
     maps: dict[str, Tensor] = {}
-    for i, layer in layers.items():
-        heads: dict[str, list[float]] = {}
-        if layer.weights is None:
-            notes.append(f"layer {i}: no map for this mixer ({layer.kind}).")
-        else:
-            heads = by_head(layer.weights)
-            maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
-        if layer.weights is not None and layer.pairing is not None:
-            maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
-            sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
-            heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
-        for head, figures in enumerate(zip(*heads.values(), strict=True)):
-            head_row = dict(zip(heads, figures, strict=True))
-            head_rows.append({"layer": i, "head": head, **head_row})
-        rows.append(layer_row(i, layer, heads))
-
-    # The page is printed, too. The file also has the table of heads.
-    title = f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}"
-    page = "\n".join([title, "", *table(rows), "", NOTES, *notes])
-    head_table = "\n".join(table(head_rows)) if head_rows else ""
-    contents = {
-        "folder": str(args.folder),
-        "dtype": args.dtype,
-        "tokens": ids,
-        "text": labels,
-        "layers": rows,
-        "heads": head_rows,
-    }
-
     # The folder appears when all files are in it.
     with new_folder(args.output) as folder:
+        for i, layer in layers.items():
+            heads: dict[str, list[float]] = {}
+            title = f"layer {i} ({layer.kind})"
+            if layer.weights is None:
+                notes.append(f"{title}: no map for this mixer.")
+            else:
+                heads = by_head(layer.weights)
+                maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
+                draw_maps(folder / f"map-layer-{i:02d}.png", title, layer.weights, labels)
+                if layer.pairing is not None:
+                    sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
+                    heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
+                    maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
+                    draw_pairing(folder / f"pairing-layer-{i:02d}.png", title, layer.pairing)
+            for head, figures in enumerate(zip(*heads.values(), strict=True)):
+                head_row = dict(zip(heads, figures, strict=True))
+                head_rows.append({"layer": i, "head": head, **head_row})
+            rows.append(layer_row(i, layer, heads))
+        contents = {
+            "folder": str(args.folder),
+            "dtype": args.dtype,
+            "tokens": ids,
+            "text": labels,
+            "layers": rows,
+            "heads": head_rows,
+        }
         numbers_file = json.dumps(contents, indent=1, ensure_ascii=False)
         (folder / "inspect.json").write_text(f"{numbers_file}\n")
-        (folder / "inspect.md").write_text(f"{page}\n\n{head_table}\n")
         save_file(maps, folder / "maps.safetensors")
-        drawn = draw(folder, layers, labels)
-    print(page)
-    pictures = f"{drawn} pictures"
-    if not drawn:
-        pictures = f"no pictures: matplotlib is not installed ({_cli.install_command('train')})"
-    print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")
+    print(f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}\n")
+    print("\n".join([*table(rows), "", NOTES, *notes]))
+    print(f"wrote {args.output}: inspect.json, maps.safetensors, pictures")
     return 0
 
 

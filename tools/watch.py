@@ -55,144 +55,117 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-class Watcher:
-    """Evaluates the milestones of a run: the checkpoints that are kept for good.
+def watch(args: argparse.Namespace, work: Path) -> None:
+    """Evaluates the milestones of a run until it has ended, or with --once those that are there.
 
-    Attributes:
-        args: The options of `watch`.
+    Args:
+        args: The options, after `evaluate.check_options`.
         work: A folder for temporary files.
-        evaluated: The number of milestones that this watcher evaluated.
-        drawn: The values by tag of each step whose results are in the run's TensorBoard.
     """
-
-    def __init__(self, args: argparse.Namespace, work: Path) -> None:
-        """Makes a watcher.
-
-        Args:
-            args: The options of `watch`, after `evaluate.check_options`.
-            work: A folder for temporary files.
-        """
-        self.args = args
-        self.work = work
-        self.evaluated = 0
-        self.drawn: dict[int, dict[str, float]] = {}
-
-    def run(self) -> str:
-        """Evaluates milestones until the run has ended.
-
-        Returns:
-            A sentence about what was done.
-        """
-        while not self.poll() and not self.args.once:
-            time.sleep(POLL_SECONDS)
-        if not self.drawn:
-            folder = checkpoints_of(self.args.run)
-            raise ValueError(
-                f"{folder} holds no milestone. Set checkpoint.keep_every, or make one of a checkpoint that is there: "
-                f"touch {folder}/step-N/{checkpoints.KEEP}"
-            )
-        curves = events_of(self.args.run) / CURVES
-        return f"evaluated {self.evaluated} milestone(s); the curves of {len(self.drawn)} are in {curves}"
-
-    def poll(self) -> bool:
-        """Evaluates the milestones that have no results yet.
-
-        Returns:
-            True if the last milestone is the run's last step.
-        """
+    results: dict[int, dict[str, Any]] = {}  # by step
+    while True:
         # The folder is read anew: a run that begins after the watcher writes only then where its
         # checkpoints are.
-        milestones = checkpoints.milestones(checkpoints_of(self.args.run))
-        results = {}
-        for step, milestone in milestones.items():
-            if (milestone / RESULTS).is_file():
-                results[step] = self.read(milestone / RESULTS)
-        self.draw(results)
-        # Evaluate the others, the oldest first.
-        for step, milestone in sorted(milestones.items()):
-            if step not in results:
-                results[step] = self.evaluate(milestone)
-                self.draw(results)
+        folder = checkpoints_of(args.run)
+        milestones = checkpoints.milestones(folder)
+        new = sorted(milestones.keys() - results.keys())
+        for step in new:
+            file = milestones[step] / RESULTS
+            if file.is_file():
+                results[step] = read_results(file, args)
+            else:
+                results[step] = evaluate_milestone(milestones[step], args, work)
+        if new:
+            draw(results, events_of(args.run) / CURVES)
         # The run's record says how many steps it was planned to have.
-        last = max(milestones, default=None)
-        return last in results and results[last]["planned_steps"] == last
+        last = max(results, default=None)
+        if args.once or (last and results[last]["planned_steps"] == last):
+            break
+        time.sleep(POLL_SECONDS)
+    if not results:
+        raise ValueError(
+            f"{folder} holds no milestone. Set checkpoint.keep_every, or make one of a checkpoint that is there: "
+            f"touch {folder}/step-N/{checkpoints.KEEP}"
+        )
+    print(f"the curves of {len(results)} milestone(s) are in {events_of(args.run) / CURVES}")
 
-    def read(self, file: Path) -> dict[str, Any]:
-        """Reads the results of a milestone.
 
-        Args:
-            file: The file of the results.
+def read_results(file: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the results of a milestone.
 
-        Raises:
-            ValueError: They were made with other options, and curves would mix the two.
-        """
-        results = json.loads(file.read_text())
-        made_with = results["options"]
-        asked = evaluate.options_of(self.args)
-        # By default the model sees as many tokens as in training, which is the same for all
-        # milestones.
-        if self.args.max_length:
-            asked["max_length"] = self.args.max_length
-        for name, option in asked.items():
-            if made_with.get(name) != option:
-                raise ValueError(
-                    f"{file} has {name} {made_with.get(name)}, and asked for is {option}. Give the same options, or remove "
-                    "the results."
-                )
-        return results
+    Args:
+        file: The file of the results.
+        args: The options of `watch`.
 
-    def evaluate(self, milestone: Path) -> dict[str, Any]:
-        """Converts and evaluates a milestone, and writes the results.
+    Raises:
+        ValueError: They were made with other options, and curves would mix the two.
+    """
+    results = json.loads(file.read_text())
+    made_with = results["options"]
+    asked = evaluate.options_of(args)
+    # By default the model sees as many tokens as in training, which is the same for all milestones.
+    if args.max_length:
+        asked["max_length"] = args.max_length
+    for name, option in asked.items():
+        if made_with[name] != option:
+            raise ValueError(
+                f"{file} has {name} {made_with[name]}, and asked for is {option}. Give the same options, or remove "
+                "the results."
+            )
+    return results
 
-        Args:
-            milestone: The folder of the checkpoint, where the results are written.
 
-        Returns:
-            The results.
-        """
-        with tempfile.TemporaryDirectory(dir=self.work) as temporary:
-            folder = Path(temporary) / milestone.name
-            options = convert.parse([str(milestone), "--output", str(folder)])
-            convert.to_folder(milestone, folder, options)
-            self.args.folders = [str(folder)]
-            output = Path(temporary) / "results"
-            contents = evaluate.evaluate_folders(self.args, output)
-        # Keep what identifies and explains the figures. The temporary folder's name says nothing.
-        for row in contents["perplexity"]:
-            del row["folder"]
-        _, record = checkpoints.read_run_record(milestone)  # the checkpoint's interdomain.json
-        results = {
-            "step": record["step"],
-            "tokens": record["tokens"],
-            "planned_steps": record["run"].get("planned_steps"),
-            "options": contents["options"],
-            "environment": contents["environment"],
-            "tasks": contents["tasks"].get(str(folder), {}),
-            "perplexity": contents["perplexity"],
-        }
-        write_atomically(milestone / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
-        self.evaluated += 1
-        figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(results).items())
-        print(f"{milestone.name}: {figures}", flush=True)
-        return results
+def evaluate_milestone(milestone: Path, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Converts and evaluates a milestone, and writes the results.
 
-    def draw(self, results: dict[int, dict[str, Any]]) -> None:
-        """Draws all results into the run's TensorBoard, in place of what was drawn before.
+    Args:
+        milestone: The folder of the checkpoint, where the results are written.
+        args: The options of `watch`.
+        work: A folder for temporary files.
 
-        They have a folder of their own: TensorBoard reads the files of a folder one after the
-        other, and would read no more of the training's file after a newer one.
+    Returns:
+        The results.
+    """
+    with tempfile.TemporaryDirectory(dir=work) as temporary:
+        folder = Path(temporary) / milestone.name
+        convert.to_folder(
+            milestone, folder, convert.parse([str(milestone), "--output", str(folder)])
+        )
+        args.folders = [str(folder)]
+        contents = evaluate.evaluate_folders(args, Path(temporary) / "results")
+    # Keep what identifies and explains the figures. The temporary folder's name says nothing.
+    for row in contents["perplexity"]:
+        del row["folder"]
+    _, record = checkpoints.read_run_record(milestone)  # the checkpoint's interdomain.json
+    results = {
+        "step": record["step"],
+        "tokens": record["tokens"],
+        "planned_steps": record["run"].get("planned_steps"),
+        "options": contents["options"],
+        "environment": contents["environment"],
+        "tasks": contents["tasks"].get(str(folder), {}),
+        "perplexity": contents["perplexity"],
+    }
+    write_atomically(milestone / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
+    figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(results).items())
+    print(f"{milestone.name}: {figures}", flush=True)
+    return results
 
-        Args:
-            results: The results of each step.
-        """
-        curves = {step: scalars(results[step]) for step in sorted(results)}
-        if curves == self.drawn:
-            return
-        with open_events(events_of(self.args.run) / CURVES, first_step=0) as writer:
-            for step, values in curves.items():
-                for tag, value in values.items():
-                    writer.add_scalar(tag, value, step)
-        self.drawn = curves
+
+def draw(results: dict[int, dict[str, Any]], folder: Path) -> None:
+    """Draws all results into the run's TensorBoard, in place of what was drawn before.
+
+    They have a folder of their own: TensorBoard reads the files of a folder one after the other,
+    and would read no more of the training's file after a newer one.
+
+    Args:
+        results: The results of each step.
+        folder: The folder of the events.
+    """
+    with open_events(folder, first_step=0) as writer:
+        for step in sorted(results):
+            for tag, value in scalars(results[step]).items():
+                writer.add_scalar(tag, value, step)
 
 
 def scalars(results: dict[str, Any]) -> dict[str, float]:
@@ -235,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         with resumable_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed
                 shutil.rmtree(remains)
-            print(Watcher(args, work).run())
+            watch(args, work)
     except BlockingIOError as e:
         raise ValueError(f"another watcher evaluates {args.run}: end it first.") from e
     except KeyboardInterrupt:

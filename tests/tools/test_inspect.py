@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -161,13 +160,10 @@ def test_what_is_written(folder, tmp_path, tokenizer, refused):
     refused(inspect.main, [folder, "--text", TEXT, "--output", out], "nothing is overwritten")
 
 
-def test_other_mixers_and_no_matplotlib(exported_model, tmp_path, capsys, monkeypatch):
+def test_another_mixer(exported_model, tmp_path):
     folder = exported_model("s4d")[1]
     run(folder, tmp_path / "s4d", "--layers", 1, "--dtype", "float32")
     assert [path.name for path in (tmp_path / "s4d").glob("*.png")] == ["map-layer-01.png"]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(folder, tmp_path / "without")
-    assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
 
 
 def test_bad_requests(folder, tmp_path, refused):
