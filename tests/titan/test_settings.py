@@ -50,15 +50,9 @@ REFUSED = [
     ("--mixer.condition=softmax --mixer.n_basis=8", "mixer.n_basis = 8 ... no layer reads it"),
     (
         "--training.local_batch_size=3",
-        "training.global_batch_size = 8 must be a multiple of 6 ... Set training.local_batch_size to "
-        "2 or 4, or set training.global_batch_size to 6 or 12.",
+        "training.global_batch_size = 8 does not divide: 2 data-parallel rank(s) read 3",
     ),
-    ("--training.global_batch_size=1", "= 1 must be a multiple of 2, the number of data-parallel"),
-    # Not 8, of which a rank cannot read its 4 by 3.
-    (
-        "--training.local_batch_size=3 --training.global_batch_size=7",
-        "Set training.global_batch_size to 6 or 12, or start a number of ranks that divides it",
-    ),
+    ("--training.global_batch_size=1", "global_batch_size = 1 does not divide"),
     (
         "--parallelism.data_parallel_shard_degree=4",
         "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",
@@ -86,22 +80,17 @@ REFUSED = [
     ),
     (
         PIPELINE + "--training.local_batch_size=16",
-        "local_batch_size = 16 gives 1 micro-batch(es). 1F1B on ... 2 or more. Set "
-        "training.local_batch_size to 4, or set training.global_batch_size to 32.",
+        "1F1B on parallelism.pipeline_parallel_degree = 2 ranks cannot run 1 micro-batch(es)",
     ),
     (
         f"{PIPELINE} {SCHEDULE} Interleaved1F1B --training.local_batch_size 1 "
         "--training.global_batch_size 7",
-        "gives 7 micro-batch(es) ... such as a multiple of 2",
-    ),
-    (
-        PIPELINE + "--validation.enable",
-        "= 3 must be 4, as in training (training.local_batch_size = 4)",
+        "cannot run 7 micro-batch(es) ... is a multiple of 2",
     ),
     (
         f"{PIPELINE} {SCHEDULE} GPipe --training.local_batch_size 16 --validation.enable "
         "--validation.local_batch_size 16",
-        "= 16 must be 8, as in training (training.local_batch_size = 16, but",
+        "validation.local_batch_size and validation.seq_len must be 8 and 64",
     ),
 ]
 

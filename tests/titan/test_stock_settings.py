@@ -45,10 +45,9 @@ REFUSED = {
     "--validation.enable --validation.steps 1": "has no effect beside data.corpus",
     "--training.dataset_path c4 --data.corpus= --data.prefetch 2": "no effect without data.corpus",
     "--training.seq_len 0": "training.seq_len must be at least 1",
-    f"{PIPELINE}--training.local_batch_size 2": "Set training.local_batch_size to 4, or set parallelism",
-    f"{PIPELINE}--training.global_batch_size 12": "must be a multiple of 8",
-    f"{PIPELINE}--training.global_batch_size 2": "training.local_batch_size = 8 with",
-    f"{PIPELINE}--training.local_batch_size 1 --training.global_batch_size 1": "Set training.local_batch_size to 2, training.g",
+    f"{PIPELINE}--training.local_batch_size 2": "cannot run 1 micro-batch(es)",
+    f"{PIPELINE}--training.global_batch_size 12": "does not divide",
+    f"{PIPELINE}--training.global_batch_size 1": "microbatch_size = 2 must divide the 1 seq",
     "--checkpoint.enable --checkpoint.folder ../ck": "leads out of job.dump_folder",
 }
 

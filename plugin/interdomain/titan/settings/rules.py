@@ -8,7 +8,7 @@ and what to do. The decorator `raises_all` turns the messages of a check into on
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,30 +230,6 @@ def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) 
         )
 
 
-def _check_pipelined_validation(job: JobConfig, local_batch: int) -> Iterator[str]:
-    """Yields shapes of validation that are not those of training, as a pipeline needs.
-
-    Args:
-        job: The configuration of the run.
-        local_batch: Sequences of a local batch in training.
-    """
-    if not job.validation.enable or job.parallelism.pipeline_parallel_degree == 1:
-        return
-    shape = {"local_batch_size": local_batch, "seq_len": job.training.seq_len}
-    for name, size in shape.items():
-        validation = job[f"validation.{name}"]
-        if validation != size:
-            written = job[f"training.{name}"]
-            reason = f"training.{name} = {written}"
-            if written != size:
-                reason += ", but a rank reads at most its share of a step"
-            yield (
-                f"validation.{name} = {validation} must be {size}, as in training ({reason}): with "
-                "parallelism.pipeline_parallel_degree above 1 a pipeline keeps the shapes of its "
-                "micro-batches."
-            )
-
-
 @raises_all
 def check_batch(
     job: JobConfig, batch: Training, data_ranks: int, micro_batch: int | None = None
@@ -270,123 +246,47 @@ def check_batch(
     Raises:
         SettingsError: They do not divide.
     """
-    degree = job.parallelism.pipeline_parallel_degree
-    schedule = job.parallelism.pipeline_parallel_schedule
-    global_batch = f"training.global_batch_size = {job.training.global_batch_size}"
-    local_batch = f"training.local_batch_size = {job.training.local_batch_size}"
-    per_pass = batch.local_batch_size * data_ranks
-    share = batch.global_batch_size // data_ranks
-    other_remedies = []
-    if batch.global_batch_size % data_ranks:
-        problem = (
-            f"{global_batch} must be a multiple of {data_ranks}, the number of data-parallel ranks."
-        )
-        other_remedies = [
-            "start a number of ranks that divides it",
-            "let several ranks share each sequence (parallelism.context_parallel_degree)",
-        ]
-    elif batch.global_batch_size % per_pass:
-        problem = (
-            f"{global_batch} must be a multiple of {per_pass}: {data_ranks} data-parallel rank(s) "
-            f"read {local_batch} sequence(s) each."
-        )
-    elif _schedule_runs(job, share, batch.local_batch_size, micro_batch):
-        yield from _check_pipelined_validation(job, batch.local_batch_size)
-        return
-    elif micro_batch is None:
-        allowed = f"{degree} or more"
-        if schedule == INTERLEAVED:
-            allowed = f"another number, such as a multiple of {degree}"
-        problem = (
-            f"{global_batch} on {data_ranks} data-parallel rank(s) with {local_batch} gives "
-            f"{share // batch.local_batch_size} micro-batch(es). {schedule} on "
-            f"parallelism.pipeline_parallel_degree = {degree} ranks needs {allowed}."
-        )
-    else:
-        problem = (
-            f"{local_batch} with parallelism.pipeline_parallel_microbatch_size = {micro_batch}: "
-            f"{schedule} on pipeline_parallel_degree = {degree} ranks cannot divide the "
-            f"{batch.local_batch_size} sequence(s) that a rank reads at once."
-        )
-    remedies = [*_batch_remedies(job, batch, data_ranks, micro_batch), *other_remedies]
-    if not remedies:
-        # No one setting is enough. These sizes are possible with every schedule.
-        remedies = [
-            f"set training.local_batch_size to {degree}, training.global_batch_size to "
-            f"{degree * data_ranks} and parallelism.pipeline_parallel_microbatch_size to 1"
-        ]
-    yield f"{problem} {', or '.join(remedies).capitalize()}."
-
-
-def _schedule_runs(job: JobConfig, share: int, local_batch: int, micro_batch: int | None) -> bool:
-    """Returns whether the pipeline's schedule can run the micro-batches of a rank.
-
-    Our pipeline runs once a step, and a local batch is a micro-batch. TorchTitan's runs once for
-    each local batch, which it divides into micro-batches.
-
-    Args:
-        job: The configuration of the run.
-        share: Sequences of a step on one rank.
-        local_batch: Sequences of a local batch.
-        micro_batch: Sequences of a micro-batch of TorchTitan's. None: ours.
-    """
     ranks = job.parallelism.pipeline_parallel_degree
     schedule = job.parallelism.pipeline_parallel_schedule
-    if micro_batch is None:
-        return runs_with(schedule, ranks, share // local_batch)
-    if micro_batch < 1 or local_batch % micro_batch:
-        return False
-    return runs_with(schedule, ranks, local_batch // micro_batch)
-
-
-def _batch_remedies(
-    job: JobConfig, batch: Training, data_ranks: int, micro_batch: int | None
-) -> Iterator[str]:
-    """Yields the possible sizes of the batch that are nearest to those that were set.
-
-    The arguments are those of `check_batch`.
-
-    Yields:
-        What to do, such as "set training.global_batch_size to 6 or 12".
-    """
-    local_batch = job.training.local_batch_size
-    global_batch = batch.global_batch_size
-
-    def fits(most: int, sequences: int) -> bool:
-        share = sequences // data_ranks
-        local = min(most, share)
-        is_even = sequences % data_ranks == 0 and share % local == 0
-        return is_even and _schedule_runs(job, share, local, micro_batch)
-
-    # A rank reads at most its share of a step, so larger local batches change nothing.
-    largest = global_batch // data_ranks
-    near = _nearest(local_batch, largest, lambda most: fits(most, global_batch))
-    if near:
-        yield f"set training.local_batch_size to {near}"
-    # A pipeline can run this many sequences more, whatever its schedule.
-    largest = global_batch + local_batch * data_ranks * job.parallelism.pipeline_parallel_degree
-    near = _nearest(global_batch, largest, lambda sequences: fits(local_batch, sequences))
-    if near:
-        yield f"set training.global_batch_size to {near}"
-    if micro_batch is None:
+    local_batch = batch.local_batch_size
+    per_pass = local_batch * data_ranks
+    if batch.global_batch_size % per_pass:
+        yield (
+            f"training.global_batch_size = {job.training.global_batch_size} does not divide: "
+            f"{data_ranks} data-parallel rank(s) read {local_batch} sequence(s) each "
+            "(training.local_batch_size). Set a multiple of both numbers' product, a smaller "
+            "training.local_batch_size, or another number of ranks; or let several ranks share each "
+            "sequence (parallelism.context_parallel_degree)."
+        )
         return
-    largest = batch.local_batch_size
-    near = _nearest(micro_batch, largest, lambda size: _schedule_runs(job, 0, largest, size))
-    if near:
-        yield f"set parallelism.pipeline_parallel_microbatch_size to {near}"
+    if micro_batch is not None and (micro_batch < 1 or local_batch % micro_batch):
+        yield (
+            f"parallelism.pipeline_parallel_microbatch_size = {micro_batch} must divide the "
+            f"{local_batch} sequence(s) that a rank reads at once (training.local_batch_size)."
+        )
+        return
 
+    # Our pipeline runs once a step. TorchTitan's runs once for each local batch.
+    micro_batches = batch.global_batch_size // per_pass
+    if micro_batch is not None:
+        micro_batches = local_batch // micro_batch
+    if not runs_with(schedule, ranks, micro_batches):
+        yield (
+            f"{schedule} on parallelism.pipeline_parallel_degree = {ranks} ranks cannot run "
+            f"{micro_batches} micro-batch(es). Set training.global_batch_size or "
+            "training.local_batch_size (TorchTitan's trainer: or "
+            "parallelism.pipeline_parallel_microbatch_size), so that their number is a multiple of "
+            f"{ranks}."
+        )
 
-def _nearest(number: int, largest: int, fits: Callable[[int], bool]) -> str:
-    """Returns the nearest numbers below and above one that fit, such as "6 or 12".
-
-    Args:
-        number: The number that does not fit.
-        largest: The largest number to try.
-        fits: Returns whether a number fits.
-    """
-    below = next(filter(fits, range(number - 1, 0, -1)), None)
-    above = next(filter(fits, range(number + 1, largest + 1)), None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
+    # A pipeline keeps the shapes of its micro-batches.
+    shape = (local_batch, job.training.seq_len)
+    same_shape = (job.validation.local_batch_size, job.validation.seq_len) == shape
+    if job.validation.enable and ranks > 1 and not same_shape:
+        yield (
+            "with parallelism.pipeline_parallel_degree above 1, validation.local_batch_size and "
+            f"validation.seq_len must be {shape[0]} and {shape[1]}, as in training on these ranks."
+        )
 
 
 @raises_all
