@@ -98,7 +98,7 @@ class _QueryReadout(NamedTuple):
             read the state before the chunk.
         kernel_b: The scores of b, [H, B, N, G L, L], as in `_output_scores`.
         kernel_e: The scores of e, likewise.
-        d_theta: The gradient of log_decay by the tokens that read, [H, M].
+        d_theta: The gradient of log_decay by what the tokens of the chunks read, [H, M].
         added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
     """
 
@@ -186,7 +186,7 @@ def scan_forward(
         segment, tables, masks, z, _ = chunks
         # The first R channels of a state are the keys', the others the values'.
         S, X = _states(local, X, tables, masks)
-        a = _contract(a, rows, S[..., :R, :], tables, masks)
+        a = _contract(a, _from_states(rows, S[..., :R, :], masks), tables)
         # b is stored as conj(E b), with the power E of a token's place in its chunk.
         b = multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
@@ -250,25 +250,23 @@ def scan_backward(
         rows, d_rows = (load_rows((x,), H, segment, dtype) for x in (q, d_o))
         scores_k = _scores(rows, keys, masks)
         scores_v = _scores(d_rows, values, masks)
-        a = _contract(_part_within_chunks(scores_k, tables), rows, S[..., :R, :], tables, masks)
-        c = _contract(_part_within_chunks(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
+        from_k = _from_states(rows, S[..., :R, :], masks)
+        from_v = _from_states(d_rows, S[..., R:, :], masks)
+        a = _contract(_part_within_chunks(scores_k, tables), from_k, tables)
+        c = _contract(_part_within_chunks(scores_v, tables), from_v, tables)
 
-        # conj(b) = J W a and conj(e) = (J W)^T c; and the gradient of J W, the matrix that gives
-        # both.
-        b = a @ weights.mT
-        e = c @ weights
+        # conj(b) = J W a and conj(e) = (J W)^T c, stored as conj(E b) and conj(E e) with the power
+        # E of a token's place in its chunk; and the gradient of J W, the matrix that gives both.
+        b = multiply_by_power(a @ weights.mT, conj_physical(tables.E))
+        e = multiply_by_power(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
-        read = _products_by_position(b, c, e, a, tables)
         del a, c
 
-        # b and e are stored as conj(E b) and conj(E e), with the power E of a token's place in its
-        # chunk.
-        E_conj = conj_physical(tables.E)
-        b = multiply_by_power(b, E_conj)
-        e = multiply_by_power(e, E_conj)
-        written = scores_k.flatten(1, 3).mT @ e
-        written.baddbmm_(scores_v.flatten(1, 3).mT, b)
-        d_theta_part = _sum_over_positions(read, written, tables)
+        # The gradient of log_decay by what the tokens read of their chunk, and of the states before
+        # it.
+        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
+        across = _decay_gradient_reads(from_k, e, tables) + _decay_gradient_reads(from_v, b, tables)
+        del from_k, from_v
 
         # Scores of pass 3, and what the chunks add to the gradient of the state before them.
         kernel_b = _output_scores(b, tables, d_rows.shape, masks)
@@ -276,7 +274,7 @@ def scan_backward(
         b = _zero_unless_reading(b, d_rows, masks)
         e = _zero_unless_reading(e, rows, masks)
         added = _added_by_chunks(rows, e, d_rows, b)
-        parts.append(_QueryReadout(chunks, S, rows, d_rows, e, kernel_b, kernel_e, d_theta_part, added))  # fmt: skip
+        parts.append(_QueryReadout(chunks, S, rows, d_rows, e, kernel_b, kernel_e, within + across, added))  # fmt: skip
 
     # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
     wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
@@ -533,7 +531,25 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
     return scores.flatten(1, 3) @ real_pairs(tables.T)
 
 
-def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
+def _from_states(rows: Tensor, S: Tensor, masks: Masks | None) -> Tensor:
+    """Computes S q_i: the part of a = X^k q that comes from the state before the chunk.
+
+    Args:
+        rows: q, [H, B, N, G L, R], of G query heads for each head of the state; or do with D for R.
+        S: Key channels of the states before the chunks, [H, B, N, R, M]; or value channels.
+        masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
+
+    Returns:
+        That part as interleaved pairs (re, im), [H, B N G L, 2M], still without the factor E_i of
+        `_contract`.
+    """
+    if masks is not None:
+        rows = rows * masks.reads_by_row(rows)
+    # For each head and chunk: [G L, R] @ [R, 2M].
+    return (rows @ real_pairs(S)).flatten(1, 3)
+
+
+def _contract(a: Tensor, from_states: Tensor, tables: Tables) -> Tensor:
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
     E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, with r in the middle of the
@@ -542,21 +558,14 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     channels, it completes c_i = X^v_i do_i.
 
     Args:
-        a: The result of `_part_within_chunks`, [H, B N G L, 2M], (Re, Im) pairs. It is overwritten.
-        rows: q, [H, B, N, G L, R], of G query heads for each head of the state; or do with D for R.
-        S: Key channels of the states before the chunks, [H, B, N, R, M]; or value channels.
+        a: The result of `_part_within_chunks`, [H, B N G L, 2M]. It is overwritten.
+        from_states: The result of `_from_states`, likewise.
         tables: Powers of Lambda.
-        masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
 
     Returns:
         a.
     """
-    if masks is not None:
-        rows = rows * masks.reads_by_row(rows)
-    # For each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
-    a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
-    a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
-    return multiply_by_power(a, tables.E)
+    return multiply_by_power(a.add_(from_states), tables.E)
 
 
 def _expand(kernel: Tensor, b: Tensor, values: Tensor, S: Tensor) -> Tensor:
@@ -790,34 +799,60 @@ def _recurrence(
 # The gradient of log_decay.
 
 
-def _products_by_position(b: Tensor, c: Tensor, e: Tensor, a: Tensor, tables: Tables) -> Tensor:
-    """Computes conj(b c + e a), summed over the chunks. Overwrites a and c.
+def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
+    """Computes the gradient of theta by pairs of tokens of the same chunk. Overwrites the scores.
+
+    Token i reads token j with Lambda^(i-j), whose derivative by theta = log Lambda has the factor i
+    - j. The gradient is the conjugate of sum_j T_j sum_i (i - j) tril(do v^T)_ij (E b)_i, where E_i
+    T_j = Lambda^(i-j), do is the gradient of the outputs, and b are the weights of the readout. In
+    the part of the keys, q, k and e, the gradient of X^k q, take the places of do, v and b.
 
     Args:
-        b: conj(b) as interleaved pairs (re, im), [H, B N G L, 2M].
-        c: c, likewise, and so on.
+        scores: tril(do v^T) or tril(q k^T), [H, B, N, G L, L].
+        b: conj(E b), or conj(E e), as interleaved pairs (re, im), [H, B N G L, 2M].
         tables: Powers of Lambda.
 
     Returns:
-        [H, L, M] complex.
+        [H, M] complex.
     """
-    b, c, e, a = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (b, c, e, a))
-    products = c.conj_physical_().mul_(b).addcmul_(a.conj_physical_(), e)
-    return products.unflatten(1, (-1, tables.E.shape[1])).sum(1)
+    scores.unflatten(-2, (-1, tables.lag.shape[-1])).mul_(tables.lag)
+    # Sums over batch and chunks for each token j of a chunk, [H, L, M].
+    sums = torch.view_as_complex((scores.flatten(1, 3).mT @ b).unflatten(-1, (-1, 2)))
+    return (conj_physical(tables.T) * sums).sum(1)
 
 
-def _sum_over_positions(read: Tensor, written: Tensor, tables: Tables) -> Tensor:
-    """Computes sum_i (i + 1) (read_i - conj(T_i) written_i), [H, M]."""
-    written = torch.view_as_complex(written.unflatten(-1, (-1, 2)))
-    return (tables.position[:, None] * (read - conj_physical(tables.T) * written)).sum(1)
+def _decay_gradient_reads(from_states: Tensor, b: Tensor, tables: Tables) -> Tensor:
+    """Computes the gradient of theta by what tokens read of the states before their chunks.
+
+    Token i reads the state X before the chunk with Lambda^(i+1), whose derivative by theta = log
+    Lambda has the factor i + 1. The gradient is the conjugate of sum_i (i + 1) (E b)_i (S do_i); in
+    the part of the keys, q and e take the places of do and b.
+
+    Args:
+        from_states: S do_i or S q_i from `_from_states`, [H, B N G L, 2M]. It is overwritten.
+        b: conj(E b), or conj(E e), as interleaved pairs (re, im), [H, B N G L, 2M].
+        tables: Powers of Lambda.
+
+    Returns:
+        [H, M] complex.
+    """
+    products = torch.view_as_complex(from_states.unflatten(-1, (-1, 2))).conj_physical_()
+    products *= torch.view_as_complex(b.unflatten(-1, (-1, 2)))
+    by_position = products.unflatten(1, (-1, len(tables.position))).sum(1)  # [H, L, M]
+    return (tables.position[:, None] * by_position).sum(1)
 
 
 def _decay_gradient_states(chunks: Chunks, S: Tensor, Z: Tensor) -> Tensor:
-    """Computes the gradient of theta by what goes into the states after the chunks. Overwrites S.
+    """Computes the gradient of theta by what goes on into the states after the chunks.
+
+    A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. The S after a chunk has the
+    gradient Z, and it is Lambda^L (S + sum_j T_j z_j) for inputs z_j. On their way to the end of the
+    chunk, S has passed L tokens and z_j L - 1 - j. So the gradient is the conjugate of conj(Z)
+    Lambda^L (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, however many tokens there are.
 
     Args:
         chunks: The chunks.
-        S: States before the chunks, as in `_states`.
+        S: States before the chunks, as in `_states`. They are overwritten.
         Z: Gradients of the states after the chunks, as in `_costates`.
 
     Returns:
@@ -825,8 +860,7 @@ def _decay_gradient_states(chunks: Chunks, S: Tensor, Z: Tensor) -> Tensor:
     """
     segment, tables, masks, z, _ = chunks
     L = segment.length
-    # L S + sum_j (L - 1 - j) T_j z_j. `position` is j + 1. With documents, some tokens and S may be
-    # absent.
+    # `position` is j + 1. With documents, some tokens and S may be absent.
     weights = real_pairs((L - tables.position)[:, None] * tables.T)[:, None, None]
     if masks is not None:
         weights = weights * masks.writes
@@ -839,9 +873,7 @@ def _decay_gradient_states(chunks: Chunks, S: Tensor, Z: Tensor) -> Tensor:
 # Weights of the readouts.
 
 
-def _linear_kernel(
-    readout: Tensor, tables: Tables, masks: Masks | None
-) -> tuple[Tensor, Tensor]:
+def _linear_kernel(readout: Tensor, tables: Tables, masks: Masks | None) -> tuple[Tensor, Tensor]:
     """Computes the linear readout's weights of a chunk.
 
     Args:

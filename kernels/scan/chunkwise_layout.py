@@ -3,7 +3,8 @@
 Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, M
 basis functions, P channels of a state, d width of a token's vector.
 
-Rows are [H, B, N, G L, d]: the tokens of a chunk, one query head after the other. States are [H, B, P, M] complex inside, and [B, H, M, P, 2] outside.
+Rows are [H, B, N, G L, d]: the tokens of a chunk, one query head after the other. States are
+[H, B, P, M] complex inside, and [B, H, M, P, 2] outside.
 """
 
 from typing import NamedTuple
@@ -26,6 +27,7 @@ class Tables(NamedTuple):
         enter: Lambda^(r+1), [H, 1, 1, M]: from the state X to the frame S.
         carry: Lambda^L, [H, 1, 1, M].
         leave: Lambda^-(r+1), [H, 1, 1, M]: from the frame S to the state X.
+        lag: i - j, [L, L].
         position: i + 1, [L].
     """
 
@@ -34,6 +36,7 @@ class Tables(NamedTuple):
     enter: Tensor
     carry: Tensor
     leave: Tensor
+    lag: Tensor
     position: Tensor
 
 
@@ -145,13 +148,15 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
     r = L // 2
     exponents = torch.tensor([*range(-r - 1, r + 2), L], device=log_decay.device)
     table = torch.view_as_complex(powers(log_decay, exponents))  # [H, 2 r + 4, M]
+    position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
     return Tables(
         E=table[:, 1 : L + 1].contiguous(),
         T=table[:, 2 * r + 2 - L : 2 * r + 2].flip(1),
         enter=table[:, None, None, 2 * r + 2],
         carry=table[:, None, None, -1],
         leave=table[:, None, None, 0],
-        position=torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device),
+        lag=position[:, None] - position,
+        position=position,
     )
 
 
