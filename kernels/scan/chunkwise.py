@@ -16,7 +16,7 @@ in the middle of the chunk. The state X before a chunk is used as S = Lambda^(r+
 so that E applies once to the sum of S and the tokens of the chunk.
 
 Layout: heads come first, [H, B, N, ...], so that a product with a per-head table or with W is one
-batched matmul over heads. Keys and values are transposed to [P, L]. Complex numbers are interleaved
+batched matmul over heads. Complex numbers are interleaved
 (re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
 single multiplication.
 
@@ -46,14 +46,12 @@ from .chunkwise_layout import (
     complex_readout,
     conjugated_mixing,
     conjugated_mixing_gradient,
-    load_columns,
     load_rows,
     load_state,
     make_tables,
     multiply_by_power,
     real_pairs,
     segments,
-    store_columns,
     store_rows,
     store_state,
 )
@@ -72,13 +70,17 @@ class Chunks(NamedTuple):
         segment: The tokens of the chunks.
         tables: Powers of Lambda for the length of the chunks.
         masks: Masks for packed documents, or None.
-        z: The inputs of the state as columns, [H, B, N, P, L]: keys above values, or z.
+        z: The inputs of the state as rows, [H, B, N, L, P]: keys beside values, or z.
+        carried: Lambda^(L+r-j) of each token, with r in the middle of the chunk, as pairs (re, im),
+            [H, B, N, L, 2M]: the share of the token in the S after the chunk. With documents,
+            tokens that are not in it have zeros.
     """
 
     segment: Segment
     tables: Tables
     masks: Masks | None
     z: Tensor
+    carried: Tensor
 
 
 class _QueryReadout(NamedTuple):
@@ -92,12 +94,11 @@ class _QueryReadout(NamedTuple):
         S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
         rows: q as rows, [H, B, N, G L, R].
         d_rows: The gradient of o as rows, [H, B, N, G L, D].
-        b: conj(E b) as interleaved pairs (re, im), [H, B N G L, 2M], zeros for rows that do not
+        e: conj(E e) as interleaved pairs (re, im), [H, B N G L, 2M], zeros for rows that do not
             read the state before the chunk.
-        e: conj(E e), likewise.
         kernel_b: The scores of b, [H, B, N, G L, L], as in `_output_scores`.
         kernel_e: The scores of e, likewise.
-        d_theta: The gradient of log_decay by pairs of tokens of the same chunk, [H, M].
+        d_theta: The gradient of log_decay by what the tokens of the chunks read, [H, M].
         added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
     """
 
@@ -105,7 +106,6 @@ class _QueryReadout(NamedTuple):
     S: Tensor
     rows: Tensor
     d_rows: Tensor
-    b: Tensor
     e: Tensor
     kernel_b: Tensor
     kernel_e: Tensor
@@ -122,17 +122,16 @@ class _LinearReadout(NamedTuple):
     Attributes:
         chunks: The chunks.
         S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
-        d_columns: The gradient of y as columns, [H, B, N, P, L].
-        reading: The same for tokens that read the state before the chunk, else zeros, [H, B N P,
-            L].
-        E_conj: conj(E) as interleaved pairs (re, im), [H, L, 2M].
+        d_rows: The gradient of y as rows, [H, B, N, L, P].
+        reading: The same for tokens that read the state before the chunk, else zeros.
+        E_conj: conj(E) as interleaved pairs (re, im), [H, 1, 1, L, 2M].
         sums: sum_i conj(E_i) dy_i of each chunk, [H, B, N, P, M] complex.
         added: What each chunk adds to the gradient of the state before it: conj(w) times `sums`.
     """
 
     chunks: Chunks
     S: Tensor
-    d_columns: Tensor
+    d_rows: Tensor
     reading: Tensor
     E_conj: Tensor
     sums: Tensor
@@ -175,8 +174,8 @@ def scan_forward(
     loaded = []
     for chunks, local in _load_segments((k, v), log_decay, documents):
         # q as rows, [H, B, N, G L, R]; z has the keys in its first R channels.
-        rows = load_rows(q, H, chunks.segment, log_decay.dtype)
-        a = _part_within_chunks(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
+        rows = load_rows((q,), H, chunks.segment, log_decay.dtype)
+        a = _part_within_chunks(_scores(rows, chunks.z[..., :R], chunks.masks), chunks.tables)
         loaded.append((chunks, local, rows, a))
 
     # Then the states before the chunks, and with them a (pass 1), b = W a, and o (pass 2).
@@ -184,15 +183,15 @@ def scan_forward(
         initial_state = initial_state()
     X = load_state(initial_state, B, R + D, log_decay)
     for chunks, local, rows, a in loaded:
-        segment, tables, masks, z = chunks
+        segment, tables, masks, z, _ = chunks
         # The first R channels of a state are the keys', the others the values'.
         S, X = _states(local, X, tables, masks)
-        a = _contract(a, rows, S[..., :R, :], tables, masks)
+        a = _contract(a, _from_states(rows, S[..., :R, :], masks), tables)
         # b is stored as conj(E b), with the power E of a token's place in its chunk.
         b = multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
             _output_scores(b, tables, rows.shape, masks), _zero_unless_reading(b, rows, masks),
-            z[..., R:, :], S[..., R:, :],
+            z[..., R:], S[..., R:, :],
         )  # fmt: skip
         store_rows(o, out, segment)
     final_state = None
@@ -243,16 +242,18 @@ def scan_backward(
     forward = [*_segments_with_states((k, v), log_decay, initial_state, documents)]
     parts = []
     for chunks, S, _ in reversed(forward):
-        segment, tables, masks, z = chunks
-        keys = z[..., :R, :]
-        values = z[..., R:, :]
+        segment, tables, masks, z, _ = chunks
+        keys = z[..., :R]
+        values = z[..., R:]
 
         # Pass 1 of (q, k) and of (do, v): a = X^k q and c = X^v do for each token.
-        rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
+        rows, d_rows = (load_rows((x,), H, segment, dtype) for x in (q, d_o))
         scores_k = _scores(rows, keys, masks)
         scores_v = _scores(d_rows, values, masks)
-        a = _contract(_part_within_chunks(scores_k, tables), rows, S[..., :R, :], tables, masks)
-        c = _contract(_part_within_chunks(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
+        from_k = _from_states(rows, S[..., :R, :], masks)
+        from_v = _from_states(d_rows, S[..., R:, :], masks)
+        a = _contract(_part_within_chunks(scores_k, tables), from_k, tables)
+        c = _contract(_part_within_chunks(scores_v, tables), from_v, tables)
 
         # conj(b) = J W a and conj(e) = (J W)^T c, stored as conj(E b) and conj(E e) with the power
         # E of a token's place in its chunk; and the gradient of J W, the matrix that gives both.
@@ -261,38 +262,35 @@ def scan_backward(
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
-        # Scores of pass 3, and the gradient of log_decay within the chunks.
+        # The gradient of log_decay by what the tokens read of their chunk, and of the states before
+        # it.
+        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
+        across = _decay_gradient_reads(from_k, e, tables) + _decay_gradient_reads(from_v, b, tables)
+        del from_k, from_v
+
+        # Scores of pass 3, and what the chunks add to the gradient of the state before them.
         kernel_b = _output_scores(b, tables, d_rows.shape, masks)
         kernel_e = _output_scores(e, tables, rows.shape, masks)
-        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
-
-        # What the chunks add to the gradient of the state before them.
         b = _zero_unless_reading(b, d_rows, masks)
         e = _zero_unless_reading(e, rows, masks)
         added = _added_by_chunks(rows, e, d_rows, b)
-        parts.append(_QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added))  # fmt: skip
+        parts.append(_QueryReadout(chunks, S, rows, d_rows, e, kernel_b, kernel_e, within + across, added))  # fmt: skip
 
     # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
     wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     for part in parts:
-        segment, _, _, z = part.chunks
-        S = part.S
-        store_rows(dq, _expand(part.kernel_e, part.e, z[..., :R, :], S[..., :R, :]), segment)
+        keys = part.chunks.z[..., :R]
+        store_rows(dq, _expand(part.kernel_e, part.e, keys, part.S[..., :R, :]), part.chunks.segment)  # fmt: skip
 
     # dk and dv (pass 3) from the gradients of the states, and the gradient of log_decay across
     # chunks.
     d_X = wait()
     for part in parts:
-        segment, tables, masks, z = part.chunks
+        segment, tables, masks, _, carried = part.chunks
         Z, d_X = _costates(part.added, d_X, tables, masks)
-        store_columns(dk, _adjoint(part.kernel_e, part.rows, Z[..., :R, :], tables, masks), segment)
-        store_columns(dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment)  # fmt: skip
-        # The positions 1 to L, once for each of the G query heads: the weights of the gradient of
-        # log_decay.
-        heads = part.rows.shape[3] // segment.length
-        position = tables.position.repeat(heads)[:, None]
-        weighted = _added_by_chunks(position * part.rows, part.e, position * part.d_rows, part.b)
-        d_theta += part.d_theta + _decay_gradient_states(z, part.S, Z, weighted, tables, masks)
+        store_rows(dk, _adjoint(part.kernel_e, part.rows, Z[..., :R, :], carried), segment)
+        store_rows(dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], carried), segment)
+        d_theta += part.d_theta + _decay_gradient_states(part.chunks, part.S, Z)
     d_initial = None
     if initial_state is not None:
         d_initial = store_state(d_X)
@@ -326,28 +324,21 @@ def linear_forward(
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     loaded = []
     for chunks, local in _load_segments((z,), log_decay, documents):
-        _, tables, masks, columns = chunks
-        # `kernel` is D, [H, L, L], the same for all channels. Masks differ by chunk: [B, N, L, L].
-        w, kernel = _linear_kernel(readout, tables)
-        if masks is None:
-            out = columns.flatten(1, 3) @ kernel.mT
-        else:
-            out = columns @ (kernel[:, None, None] * masks.same).mT
-        loaded.append((chunks, local, w, out))
+        w, kernel = _linear_kernel(readout, chunks.tables, chunks.masks)
+        loaded.append((chunks, local, w, kernel @ chunks.z))
 
     # Then the part that reads the states before the chunks.
     if callable(initial_state):
         initial_state = initial_state()
     X = load_state(initial_state, z.shape[0], z.shape[3], log_decay)
     for chunks, local, w, out in loaded:
-        segment, tables, masks, _ = chunks
-        S, X = _states(local, X, tables, masks)
+        S, X = _states(local, X, chunks.tables, chunks.masks)
         # Re((E w)^T S), as the inner product of pairs. `w` holds conj(E w).
-        if masks is None:
-            out.baddbmm_(real_pairs(S).flatten(1, 3), real_pairs(w).mT)
-        else:
-            out += masks.reads * (real_pairs(S).flatten(1, 3) @ real_pairs(w).mT).view(out.shape)
-        store_columns(y, out.view(*S.shape[:4], -1), segment)
+        weights = real_pairs(w)[:, None, None]
+        if chunks.masks is not None:
+            weights = weights * chunks.masks.reads
+        out += weights @ real_pairs(S).mT
+        store_rows(y, out, chunks.segment)
     final_state = None
     if need_final:
         final_state = store_state(X)
@@ -386,54 +377,48 @@ def linear_backward(
     forward = [*_segments_with_states((z,), log_decay, initial_state, documents)]
     parts = []
     for chunks, S, _ in reversed(forward):
-        masks = chunks.masks
         # `reading` is the gradient of the tokens that read the state before the chunk.
-        d_columns = load_columns((d_y,), chunks.segment, dtype)
-        reading = d_columns
-        if masks is not None:
-            reading = masks.reads * d_columns
-        reading = reading.flatten(1, 3)
+        d_rows = load_rows((d_y,), z.shape[2], chunks.segment, dtype)
+        reading = d_rows
+        if chunks.masks is not None:
+            reading = chunks.masks.reads * d_rows
         # What the chunk adds to the gradient of the state before it: conj(w) sum_i conj(E_i) dy_i.
-        E_conj = real_pairs(conj_physical(chunks.tables.E))
-        sums = complex_like(reading @ E_conj, S)
-        parts.append(_LinearReadout(chunks, S, d_columns, reading, E_conj, sums, w_conj * sums))
+        E_conj = real_pairs(conj_physical(chunks.tables.E))[:, None, None]
+        sums = complex_like(reading.mT @ E_conj, S)
+        parts.append(_LinearReadout(chunks, S, d_rows, reading, E_conj, sums, w_conj * sums))
 
     # Then everything that needs the gradients of the states: dz, and those of readout and
     # log_decay.
     wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     d_X = wait()
     for part in parts:
-        segment, tables, masks, columns = part.chunks
+        segment, tables, masks, rows, carried = part.chunks
         S = part.S
-        w, kernel = _linear_kernel(readout, tables)
-        flat_z = columns.flatten(1, 3)  # [H, B N P, L]
-        flat_dy = part.d_columns.flatten(1, 3)
+        w, kernel = _linear_kernel(readout, tables, masks)
         Z, d_X = _costates(part.added, d_X, tables, masks)
 
-        # dz within the chunk and from later chunks. The scores dy_i . z_j are multiplied only by
-        # tables of the head, so they are summed over batch and chunks first: [H, L, L].
-        if masks is None:
-            out = flat_dy @ kernel
-            out.baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tables.T).mT)
-            scores = (flat_dy.mT @ flat_z).tril_()
-        else:
-            out = part.d_columns @ (kernel[:, None, None] * masks.same)
-            out += masks.writes * (real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT).view(
-                columns.shape
-            )
-            scores = (masks.same * (part.d_columns.mT @ columns)).sum((1, 2)).tril_()
-        store_columns(dz, out.view(columns.shape), segment)
+        # dz within the chunk and from later chunks.
+        store_rows(dz, _adjoint(kernel.expand(*rows.shape[:4], -1), part.d_rows, Z, carried), segment)  # fmt: skip
+
+        # The scores dy_i . z_j are multiplied only by tables of the head, so they are summed over
+        # batch and chunks first: [H, L, L].
+        scores = part.d_rows @ rows.mT
+        if masks is not None:
+            scores *= masks.same
+        scores = scores.sum((1, 2)).tril_()
 
         # The gradient of the readout: within the chunk, and from the states before it.
         c = torch.view_as_complex((scores @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tables.E * c).sum(1) + (part.sums * conj_physical(S)).sum((1, 2, 3))
 
-        # The gradient of log_decay: across chunks, and within the chunk.
+        # The gradient of log_decay: by the states before the chunks, within the chunk, and by the
+        # states after.
         weighted_E = tables.position[:, None] * part.E_conj
-        weighted = w_conj * complex_like(part.reading @ weighted_E, S)
-        d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
-        c = torch.view_as_complex((scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))  # fmt: skip
-        d_theta += (w * conj_physical(c)).sum(1)
+        weighted = w_conj * complex_like(part.reading.mT @ weighted_E, S)
+        d_theta += (weighted * conj_physical(S)).sum((1, 2, 3))
+        lag = tables.position[:, None] - tables.position
+        c = torch.view_as_complex((scores * lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))
+        d_theta += (w * conj_physical(c)).sum(1) + _decay_gradient_states(part.chunks, S, Z)
     d_initial = None
     if initial_state is not None:
         d_initial = store_state(d_X)
@@ -463,15 +448,15 @@ def final_state(
 # conj(E b) and conj(E e): Re(b^T x) is then the real inner product of two rows of pairs.
 
 
-def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
+def _scores(rows: Tensor, keys: Tensor, masks: Masks | None) -> Tensor:
     """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document.
 
     Args:
         rows: q, [H, B, N, G L, R]: L tokens of a chunk, for each of G heads that share the keys.
-        columns: k, [H, B, N, R, L].
+        keys: k, [H, B, N, L, R].
         masks: Masks for packed documents, or None.
     """
-    return _causal(rows @ columns, masks)
+    return _causal(rows @ keys.mT, masks)
 
 
 def _output_scores(
@@ -546,7 +531,25 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
     return scores.flatten(1, 3) @ real_pairs(tables.T)
 
 
-def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
+def _from_states(rows: Tensor, S: Tensor, masks: Masks | None) -> Tensor:
+    """Computes S q_i: the part of a = X^k q that comes from the state before the chunk.
+
+    Args:
+        rows: q, [H, B, N, G L, R], of G query heads for each head of the state; or do with D for R.
+        S: Key channels of the states before the chunks, [H, B, N, R, M]; or value channels.
+        masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
+
+    Returns:
+        That part as interleaved pairs (re, im), [H, B N G L, 2M], still without the factor E_i of
+        `_contract`.
+    """
+    if masks is not None:
+        rows = rows * masks.reads_by_row(rows)
+    # For each head and chunk: [G L, R] @ [R, 2M].
+    return (rows @ real_pairs(S)).flatten(1, 3)
+
+
+def _contract(a: Tensor, from_states: Tensor, tables: Tables) -> Tensor:
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
     E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, with r in the middle of the
@@ -555,24 +558,17 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     channels, it completes c_i = X^v_i do_i.
 
     Args:
-        a: The result of `_part_within_chunks`, [H, B N G L, 2M], (Re, Im) pairs. It is overwritten.
-        rows: q, [H, B, N, G L, R], of G query heads for each head of the state; or do with D for R.
-        S: Key channels of the states before the chunks, [H, B, N, R, M]; or value channels.
+        a: The result of `_part_within_chunks`, [H, B N G L, 2M]. It is overwritten.
+        from_states: The result of `_from_states`, likewise.
         tables: Powers of Lambda.
-        masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
 
     Returns:
         a.
     """
-    if masks is not None:
-        rows = rows * masks.reads_by_row(rows)
-    # For each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
-    a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
-    a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
-    return multiply_by_power(a, tables.E)
+    return multiply_by_power(a.add_(from_states), tables.E)
 
 
-def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
+def _expand(kernel: Tensor, b: Tensor, values: Tensor, S: Tensor) -> Tensor:
     """Computes pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S).
 
     The first part comes from the tokens of the chunk, the second one from the state S before it.
@@ -582,47 +578,38 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     Args:
         kernel: The scores D from `_output_scores`, [H, B, N, G L, L].
         b: conj(E b) with the zeros of `_zero_unless_reading`, [H, B N G L, 2M].
-        columns: v, [H, B, N, D, L].
+        values: v, [H, B, N, L, D].
         S: Value channels of the states before the chunks, [H, B, N, D, M], as in `_states`.
 
     Returns:
         o as rows, [H, B, N, G L, D].
     """
     # One product for each head and chunk: [H B N, G L, L] @ [H B N, L, D].
-    out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
+    out = kernel.flatten(0, 2) @ values.flatten(0, 2)
     out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
     return out.view(*kernel.shape[:-1], -1)
 
 
-def _adjoint(
-    kernel: Tensor, rows: Tensor, Z: Tensor, tables: Tables, masks: Masks | None
-) -> Tensor:
-    """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T conj(Z)).
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, carried: Tensor) -> Tensor:
+    """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(Lambda^(L+r-j)^T conj(Z)).
 
     The first part comes from outputs of the chunk, the second one from later chunks, which token j
-    reaches through the state after the chunk. T_j = Lambda^(r-j) is a power of the decay, with r in
-    the middle of the chunk.
+    reaches through the state after the chunk.
 
     Args:
         kernel: The scores D from `_output_scores`, [H, B, N, G L, L].
         rows: do, the gradient of the outputs, [H, B, N, G L, D].
-        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M],
-            multiplied by the powers of Lambda that `_costates` names.
-        tables: Powers of Lambda.
-        masks: Masks for packed documents, or None.
+        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M], as in
+            `_costates`.
+        carried: The shares of the tokens in those states, [H, B, N, L, 2M], as in `Chunks`.
 
     Returns:
-        dv as columns, [H, B, N, D, L].
+        dv as rows, [H, B, N, L, D].
     """
-    # From later chunks: [H, B N D, 2M] @ [H, 2M, L]. With documents, only for tokens that are in
-    # the state after the chunk.
-    out = real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT
-    if masks is not None:
-        out = out.view(*Z.shape[:4], -1) * masks.writes
-    # From the chunk, for each head and chunk: [H B N, D, G L] @ [H B N, G L, L].
-    out = out.view(-1, rows.shape[-1], kernel.shape[-1])
-    out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2))
-    return out.view(*rows.shape[:3], *out.shape[1:])
+    # One product for each head and chunk: [H B N, L, G L] @ [H B N, G L, D].
+    out = kernel.mT.flatten(0, 2) @ rows.flatten(0, 2)
+    out.baddbmm_(carried.flatten(0, 2), real_pairs(Z).flatten(0, 2).mT)
+    return out.view(*carried.shape[:4], -1)
 
 
 def _added_by_chunks(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
@@ -655,30 +642,27 @@ def _load_segments(
 ) -> Iterator[tuple[Chunks, Tensor]]:  # fmt: skip
     """Yields the segments in order, with everything of them that needs no state.
 
-    T_j = Lambda^(r-j) is the power of the decay for position j of a chunk, with r in its middle,
-    and z_j are the inputs of its token.
-
     Args:
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
         documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Yields:
-        The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
+        The chunks of a segment, and sum_j Lambda^(L+r-j) z_j over the inputs z_j of each chunk,
+        with r in its middle, [H, B, N, P, M] complex.
     """
-    for segment in segments(parts[0].shape[1]):
-        # With documents, only tokens of the chunk's last document are in the sum.
+    _, T, H, _ = parts[0].shape
+    for segment in segments(T):
         tables = make_tables(log_decay, segment.length)
-        z = load_columns(parts, segment, log_decay.dtype)
+        z = load_rows(parts, H, segment, log_decay.dtype)
         masks = Masks.build(documents, segment, log_decay.dtype)
-        if masks is None:
-            local = z.flatten(1, 3) @ real_pairs(tables.T)
-        else:
-            local = (z * masks.writes).flatten(1, 3) @ real_pairs(tables.T)
-        yield (
-            Chunks(segment, tables, masks, z),
-            torch.view_as_complex(local.view(*z.shape[:4], -1, 2)),
-        )
+        # With documents, only tokens of the chunk's last document are in the sum.
+        carried = real_pairs(tables.carry[:, 0] * tables.T)[:, None, None]
+        if masks is not None:
+            carried = carried * masks.writes
+        local = (z.mT @ carried).unflatten(-1, (-1, 2))
+        carried = carried.expand(*z.shape[:4], -1)
+        yield Chunks(segment, tables, masks, z, carried), torch.view_as_complex(local)
 
 
 def _segments_with_states(
@@ -744,12 +728,10 @@ def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tu
     """Computes the states before every chunk, and the state after the last one.
 
     A chunk of L tokens uses the state X before it as S = Lambda^(r+1) X, with r in the middle of
-    the chunk. With local = sum_j T_j z_j over the inputs z_j of the chunk and T_j = Lambda^(r-j),
-    the next S is Lambda^L (S + local), and the state X after the chunk is Lambda^(L-1-r) (S +
-    local).
+    the chunk. The next S is Lambda^L S + local.
 
     Args:
-        local: sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
+        local: sum_j Lambda^(L+r-j) z_j over the inputs z_j of each chunk, [H, B, N, P, M] complex.
         X: The state before the first chunk, [H, B, P, M] complex.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None.
@@ -758,17 +740,8 @@ def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tu
         The states before the chunks in the frame S = Lambda^(r+1) X, [H, B, N, P, M], and X after
         the last chunk.
     """
-    S = torch.empty_like(local)
-    # `current` is the S of chunk n.
-    current = tables.enter * X
-    for n in range(local.shape[2]):
-        S[:, :, n] = current
-        # A state stops at the end of its document.
-        if masks is not None:
-            current = masks.keeps[:, :, n] * current
-        total = current + local[:, :, n]
-        current = tables.carry * total
-    return S, tables.leave * total
+    S, last = _recurrence(local, tables.enter * X, tables.carry, masks, 1)
+    return S, tables.leave * last
 
 
 def _costates(
@@ -776,33 +749,51 @@ def _costates(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the states after every chunk: `_states` in reverse, on conjugates.
 
-    They are used as Z = conj(Lambda^(L-1-r)) d_X for the gradient d_X of the state after a chunk of
-    L tokens, with r in the middle of the chunk. The Z of the chunk before is conj(Lambda^L) (Z +
-    added).
+    They are used as the gradient Z of the S after the chunk. The Z of the chunk before is
+    conj(Lambda^L) Z + added.
 
     Args:
-        added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
-        d_X: The gradient of the state after the last chunk, [H, B, P, M] complex.
+        added: What each chunk adds to the gradient of the S before it, [H, B, N, P, M] complex.
+        d_X: The gradient of the state X after the last chunk, [H, B, P, M] complex.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None.
 
     Returns:
-        The gradients Z of the states after the chunks, in the frame conj(Lambda^(L-1-r)) of their
-        chunk, and the gradient of the state before the first chunk.
+        The gradients Z of the S after the chunks, [H, B, N, P, M], and the gradient of the state X
+        before the first chunk.
     """
-    Z = torch.empty_like(added)
     # In reverse, `enter` and `leave` of the forward change places.
-    enter = conj_physical(tables.leave)
-    carry = conj_physical(tables.carry)
-    leave = conj_physical(tables.enter)
-    current = enter * d_X
-    for n in reversed(range(added.shape[2])):
-        Z[:, :, n] = current
-        if masks is not None:
-            current = masks.keeps[:, :, n] * current
-        total = current + added[:, :, n]
-        current = carry * total
-    return Z, leave * total
+    enter, carry, leave = map(conj_physical, (tables.leave, tables.carry, tables.enter))
+    Z, last = _recurrence(added, enter * d_X, carry, masks, -1)
+    return Z, leave * last
+
+
+def _recurrence(
+    added: Tensor, first: Tensor, carry: Tensor, masks: Masks | None, step: int
+) -> tuple[Tensor, Tensor]:
+    """Computes x_next = carry x + added over chunks.
+
+    Args:
+        added: What each chunk adds, [H, B, N, P, M] complex.
+        first: x before the first chunk that it passes through, [H, B, P, M] complex.
+        carry: Lambda^L for chunks of L tokens, or its conjugate, [H, 1, 1, M].
+        masks: Masks for packed documents, or None. A state stops at the end of its document.
+        step: 1 if x passes through the chunks in order, -1 in reverse.
+
+    Returns:
+        x before the chunk was added, [H, B, N, P, M], and x after the last one.
+    """
+    # The places of x before each chunk, and after the last one.
+    out = torch.empty_like(added)
+    places = [*out.unbind(2)[::step], torch.empty_like(first)]
+    places[0].copy_(first)
+    factors = carry[:, :, None].expand(-1, -1, added.shape[2], -1, -1)
+    if masks is not None:
+        factors = factors * masks.keeps
+    chunks = zip(added.unbind(2)[::step], factors.unbind(2)[::step], strict=True)
+    for n, (term, factor) in enumerate(chunks):
+        torch.addcmul(term, factor, places[n], out=places[n + 1])
+    return out, places[-1]
 
 
 # The gradient of log_decay.
@@ -825,71 +816,80 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
         [H, M] complex.
     """
     scores.unflatten(-2, (-1, tables.lag.shape[-1])).mul_(tables.lag)
-    return _sum_over_tokens(tables.T, scores.flatten(1, 3).mT @ b)
+    # Sums over batch and chunks for each token j of a chunk, [H, L, M].
+    sums = torch.view_as_complex((scores.flatten(1, 3).mT @ b).unflatten(-1, (-1, 2)))
+    return (conj_physical(tables.T) * sums).sum(1)
 
 
-def _decay_gradient_states(
-    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tables: Tables, masks: Masks | None
-) -> Tensor:
-    """Computes the gradient of theta by the states before and after the chunks.
+def _decay_gradient_reads(from_states: Tensor, b: Tensor, tables: Tables) -> Tensor:
+    """Computes the gradient of theta by what tokens read of the states before their chunks.
 
-    A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. So the part of tokens that
-    read the state S before the chunk by weights b_i, with the gradient do_i of their output, is
-    sum_i (i + 1) (E b)_i (S do_i). The part that goes on into the state after the chunk, whose
-    gradient is Z, is Z (L S + sum_j (L - 1 - j) T_j z_j) for inputs z_j. E and T are the powers of
-    the decay in `Tables`. No weight exceeds L, the tokens of a chunk, however many tokens there
-    are.
+    Token i reads the state X before the chunk with Lambda^(i+1), whose derivative by theta = log
+    Lambda has the factor i + 1. The gradient is the conjugate of sum_i (i + 1) (E b)_i (S do_i); in
+    the part of the keys, q and e take the places of do and b.
 
     Args:
-        z: Columns, [H, B, N, P, L].
-        S: States before the chunks, as in `_states`.
-        Z: Gradients of the states after the chunks, as in `_costates`.
-        weighted: `_added_by_chunks` with rows that are multiplied by their position i + 1.
+        from_states: S do_i or S q_i from `_from_states`, [H, B N G L, 2M]. It is overwritten.
+        b: conj(E b), or conj(E e), as interleaved pairs (re, im), [H, B N G L, 2M].
         tables: Powers of Lambda.
-        masks: Masks for packed documents, or None.
 
     Returns:
         [H, M] complex.
     """
-    L = z.shape[-1]
-    # The weight of S in the state after the chunk. With documents, some tokens and S may be absent.
-    carried = L
-    if masks is not None:
-        z = z * masks.writes
-        carried = L * masks.keeps
-    # `written` is the part of the chunk's tokens. `position` is j + 1.
-    written = _sum_over_tokens(
-        (L - tables.position)[:, None] * tables.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
-    )
-    return ((weighted + carried * Z) * conj_physical(S)).sum((1, 2, 3)) + written
+    products = torch.view_as_complex(from_states.unflatten(-1, (-1, 2))).conj_physical_()
+    products *= torch.view_as_complex(b.unflatten(-1, (-1, 2)))
+    by_position = products.unflatten(1, (-1, len(tables.position))).sum(1)  # [H, L, M]
+    return (tables.position[:, None] * by_position).sum(1)
 
 
-def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
-    """Computes sum_j conj(T_j) x_j, [H, M] complex.
+def _decay_gradient_states(chunks: Chunks, S: Tensor, Z: Tensor) -> Tensor:
+    """Computes the gradient of theta by what goes on into the states after the chunks.
+
+    A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. The S after a chunk has the
+    gradient Z, and it is Lambda^L (S + sum_j T_j z_j) for inputs z_j. On their way to the end of the
+    chunk, S has passed L tokens and z_j L - 1 - j. So the gradient is the conjugate of conj(Z)
+    Lambda^L (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, however many tokens there are.
 
     Args:
-        T: T_j = Lambda^(r-j) for each position j of a chunk with r in its middle, [H, L, M]
-            complex.
-        sums: x as interleaved pairs (re, im), [H, L, 2M]: sums over batch, chunks and channels.
+        chunks: The chunks.
+        S: States before the chunks, as in `_states`. They are overwritten.
+        Z: Gradients of the states after the chunks, as in `_costates`.
+
+    Returns:
+        [H, M] complex.
     """
-    return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
+    segment, tables, masks, z, _ = chunks
+    L = segment.length
+    # `position` is j + 1. With documents, some tokens and S may be absent.
+    weights = real_pairs((L - tables.position)[:, None] * tables.T)[:, None, None]
+    if masks is not None:
+        weights = weights * masks.writes
+        S *= masks.keeps
+    weights = weights.expand(*z.shape[:4], -1)
+    real_pairs(S).flatten(0, 2).baddbmm_(z.mT.flatten(0, 2), weights.flatten(0, 2), beta=L)
+    return conj_physical(tables.carry[:, 0, 0]) * S.conj_physical_().mul_(Z).sum((1, 2, 3))
 
 
 # Weights of the readouts.
 
 
-def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Computes the linear readout's weights of a chunk, the same for every chunk.
+def _linear_kernel(readout: Tensor, tables: Tables, masks: Masks | None) -> tuple[Tensor, Tensor]:
+    """Computes the linear readout's weights of a chunk.
 
     Args:
         readout: w as (Re w | Im w), [H, 2M].
         tables: Powers of Lambda; r is the middle of the chunk. With E_i = Lambda^(i-r) token i reads
             S = Lambda^(r+1) X, where X is the state before the chunk. With T_j = Lambda^(r-j) it
             reads the input of token j.
+        masks: Masks for packed documents, or None.
 
     Returns:
-        conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
+        conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, 1, 1, L, L], the
+        same for every chunk, or with documents [H, B, N, L, L].
     """
     w = conj_physical(tables.E * complex_readout(readout)[:, None])
     # The product of the real pairs of conj(x) and y is Re(x y).
-    return w, (real_pairs(w) @ real_pairs(tables.T).mT).tril_()
+    kernel = (real_pairs(w) @ real_pairs(tables.T).mT).tril_()[:, None, None]
+    if masks is not None:
+        kernel = kernel * masks.same
+    return w, kernel

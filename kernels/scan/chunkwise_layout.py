@@ -3,8 +3,8 @@
 Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, M
 basis functions, P channels of a state, d width of a token's vector.
 
-Rows are [H, B, N, G L, d]: the tokens of a chunk, one query head after the other. Columns are
-[H, B, N, d, L]. States are [H, B, P, M] complex inside, and [B, H, M, P, 2] outside.
+Rows are [H, B, N, G L, d]: the tokens of a chunk, one query head after the other. States are
+[H, B, P, M] complex inside, and [B, H, M, P, 2] outside.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Tables(NamedTuple):
         T: Lambda^(r-j), [H, L, M] complex.
         enter: Lambda^(r+1), [H, 1, 1, M]: from the state X to the frame S.
         carry: Lambda^L, [H, 1, 1, M].
-        leave: Lambda^(L-1-r), [H, 1, 1, M]: from S and the sum of a chunk to X.
+        leave: Lambda^-(r+1), [H, 1, 1, M]: from the frame S to the state X.
         lag: i - j, [L, L].
         position: i + 1, [L].
     """
@@ -67,8 +67,8 @@ class Masks(NamedTuple):
 
     Attributes:
         same: d_i == d_j, [1, B, N, L, L]: token i sees token j.
-        reads: d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk.
-        writes: d_j == l, [1, B, N, 1, L]: token j is in the state after the chunk.
+        reads: d_i == p, [1, B, N, L, 1]: token i reads the state before the chunk.
+        writes: d_j == l, [1, B, N, L, 1]: token j is in the state after the chunk.
         keeps: p == l, [1, B, N, 1, 1]: the state before is in the state after.
     """
 
@@ -106,8 +106,8 @@ class Masks(NamedTuple):
         # Compare them, with axes of one for the places that do not matter. A leading axis of one
         # stands for the heads.
         same = d[..., None] == d[:, :, None]
-        reads = (d == p[..., None])[:, :, None]
-        writes = (d == last[..., None])[:, :, None]
+        reads = (d == p[..., None])[..., None]
+        writes = (d == last[..., None])[..., None]
         keeps = (p == last)[..., None, None]
         return cls(
             same=same[None].to(dtype),
@@ -122,7 +122,7 @@ class Masks(NamedTuple):
         Args:
             rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         """
-        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
+        return self.reads.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[3], 1)
 
 
 def segments(T: int) -> list[Segment]:
@@ -144,18 +144,17 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         L: Tokens of a chunk.
     """
-    # All powers from Lambda^-r to Lambda^L, [H, L + r + 1, M], so that Lambda^n is at n + r. The
-    # tables are parts of them.
+    # All powers from Lambda^-(r+1) to Lambda^(r+1), so that Lambda^n is at n + r + 1; and Lambda^L.
     r = L // 2
-    exponents = torch.arange(-r, L + 1, device=log_decay.device)
-    table = torch.view_as_complex(powers(log_decay, exponents))
+    exponents = torch.tensor([*range(-r - 1, r + 2), L], device=log_decay.device)
+    table = torch.view_as_complex(powers(log_decay, exponents))  # [H, 2 r + 4, M]
     position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
     return Tables(
-        E=table[:, :L].contiguous(),
-        T=table[:, 2 * r - L + 1 : 2 * r + 1].flip(1),
-        enter=table[:, None, None, 2 * r + 1],
-        carry=table[:, None, None, L + r],
-        leave=table[:, None, None, L - 1],
+        E=table[:, 1 : L + 1].contiguous(),
+        T=table[:, 2 * r + 2 - L : 2 * r + 2].flip(1),
+        enter=table[:, None, None, 2 * r + 2],
+        carry=table[:, None, None, -1],
+        leave=table[:, None, None, 0],
         lag=position[:, None] - position,
         position=position,
     )
@@ -166,62 +165,38 @@ def real_pairs(x: Tensor) -> Tensor:
     return torch.view_as_real(x).flatten(-2)
 
 
-def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies the tokens of a segment into rows: [B, T, H G, d] -> [H, B, N, G L, d].
+def load_rows(parts: tuple[Tensor, ...], H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
+    """Copies the tokens of a segment into rows: [B, T, H G, d] each -> [H, B, N, G L, sum of d].
 
     The rows of a state head are the L tokens of a chunk, once for each of its G query heads.
 
     Args:
-        x: Vectors of d numbers for each token and each of H G heads.
+        parts: Vectors of d numbers for each token and each of H G heads: one tensor, or k and v. A
+            row is one token's vectors of all parts, one after the other.
         H: Number of state heads.
         segment: Which tokens are copied: N chunks of L tokens that follow each other. Nothing is
             padded: the tail of a sequence is a segment of its own, one chunk with a smaller L.
         dtype: The dtype of the rows.
     """
-    x = segment.by_chunk(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
+    # Views of the parts, [H, B, N, G, L, d].
+    views = [segment.by_chunk(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5) for x in parts]
+    widths = [x.shape[-1] for x in views]
+    # Copy each to its columns of the result, which also changes the dtype.
+    out = torch.empty(*views[0].shape[:-1], sum(widths), dtype=dtype, device=views[0].device)
+    for target, x in zip(out.split(widths, dim=-1), views, strict=True):
+        target.copy_(x)
+    return out.flatten(3, 4)
 
 
 def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
     """Writes rows [H, B, N, G L, d] to their tokens in `out` [B, T, H G, d].
 
-    It is the reverse of `load_rows`, for G query heads of each of the H heads of the state. The
+    It is the reverse of `load_rows` of one part, for G query heads of each of the H heads of the state. The
     segment says which tokens they are: N chunks of L tokens.
     """
     # Put the axes in the order of `out`, and copy into a view of it, [B, N, L, H G, d].
     rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
     segment.by_chunk(out).unflatten(3, rows.shape[3:5]).copy_(rows)
-
-
-def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies the tokens of a segment into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
-
-    Args:
-        parts: Vectors of d numbers by token and head: k and v, or one tensor. A column is one
-            token's vectors of all parts, one below the other.
-        segment: Which tokens are copied: N chunks of L tokens that follow each other. Nothing is
-            padded: the tail of a sequence is a segment of its own, one chunk with a smaller L.
-        dtype: The dtype of the columns.
-    """
-    # Views of the parts: [B, T, H, d] -> [B, N, L, H, d] -> [H, B, N, d, L]. `segment.length` is L.
-    columns = [segment.by_chunk(x).permute(3, 0, 1, 4, 2) for x in parts]
-    widths = [x.shape[3] for x in columns]
-    # Copy each to its rows of the result, which also changes the dtype.
-    out = torch.empty(
-        *columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device
-    )
-    for target, x in zip(out.split(widths, dim=3), columns, strict=True):
-        target.copy_(x)
-    return out
-
-
-def store_columns(out: Tensor, columns: Tensor, segment: Segment) -> None:
-    """Writes columns [H, B, N, d, L] to their tokens in `out` [B, T, H, d].
-
-    It is the reverse of `load_columns` of one part. The segment says which tokens they are: N
-    chunks of L tokens.
-    """
-    segment.by_chunk(out).copy_(columns.permute(1, 2, 4, 0, 3))
 
 
 def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
