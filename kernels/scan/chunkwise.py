@@ -16,9 +16,8 @@ in the middle of the chunk. The state X before a chunk is used as S = Lambda^(r+
 so that E applies once to the sum of S and the tokens of the chunk.
 
 Layout: heads come first, [H, B, N, ...], so that a product with a per-head table or with W is one
-batched matmul over heads. Complex numbers are interleaved
-(re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
-single multiplication.
+batched matmul over heads. Complex numbers are interleaved (re, im), so that 2M real columns feed a
+real matmul and, viewed as M complex ones, take E in a single multiplication.
 
 If documents are packed, a state stops at the end of its document (`Masks`). The backward computes
 everything again: only the inputs are saved.
@@ -867,7 +866,9 @@ def _decay_gradient_states(chunks: Chunks, S: Tensor, Z: Tensor) -> Tensor:
         S *= masks.keeps
     weights = weights.expand(*z.shape[:4], -1)
     real_pairs(S).flatten(0, 2).baddbmm_(z.mT.flatten(0, 2), weights.flatten(0, 2), beta=L)
-    return conj_physical(tables.carry[:, 0, 0]) * S.conj_physical_().mul_(Z).sum((1, 2, 3))
+    # With fast decays S is large and so is Z: Lambda^L comes first, so that no product overflows.
+    S *= tables.carry[:, None]
+    return S.conj_physical_().mul_(Z).sum((1, 2, 3))
 
 
 # Weights of the readouts.

@@ -191,8 +191,8 @@ def load_rows(parts: tuple[Tensor, ...], H: int, segment: Segment, dtype: torch.
 def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
     """Writes rows [H, B, N, G L, d] to their tokens in `out` [B, T, H G, d].
 
-    It is the reverse of `load_rows` of one part, for G query heads of each of the H heads of the state. The
-    segment says which tokens they are: N chunks of L tokens.
+    It is the reverse of `load_rows` of one part, for G query heads of each of the H heads of the
+    state. The segment says which tokens they are: N chunks of L tokens.
     """
     # Put the axes in the order of `out`, and copy into a view of it, [B, N, L, H G, d].
     rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]

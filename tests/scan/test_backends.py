@@ -77,6 +77,16 @@ def test_float32(backend, case, decay, chunk, linear, monkeypatch):
     assert_within(got, expected, 3e-6)  # measured: 3e-7; 1e-6 in dw of fft; 2.4e-6 in reference
 
 
+@linear_or_query
+def test_no_gradient_overflows_at_the_fastest_decay(linear):
+    """Tables of a chunk span e^-44 to e^45 there, so the order of products matters in float32."""
+    inputs, cotangents = op_inputs(Case(T=129, R=8, D=8), torch.float32, linear=linear)
+    inputs["log_decay"].data[..., 0] = -1.36
+    inputs["z" if linear else "k"].data *= 1e5
+    got = run_op(inputs, cotangents, backend="chunkwise")
+    assert_agree(got, exact(inputs, cotangents), "float32")
+
+
 def test_the_final_state_of_fft_takes_no_rounding_from_the_transforms():
     """An outlier at the start is long forgotten by the fast modes; the error of a transform stays as large as it was."""
     inputs, _ = op_inputs(Case(T=257, R=4, D=4, M=8, state=False), torch.float32)
