@@ -152,7 +152,10 @@ def main(argv: list[str] | None = None) -> int:
             return 1
     first, _ = shared[0]
     last, _ = shared[-1]
-    print(f"the same in what both logged, step {first:,} to {last:,}")
+    how = "to the bit"
+    if args.tolerance:
+        how = f"within {args.tolerance:g}"
+    print(f"the same {how} in what both logged, step {first:,} to {last:,}")
     return int(a.values.keys() != b.values.keys() and not args.common)
 
 

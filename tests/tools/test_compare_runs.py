@@ -53,7 +53,7 @@ def test_the_same_run_twice(write, compare, tmp_path):
             writer.add_scalar(TAGS["loss"], 1.0, 512)
     status, out = compare(a, b)
     assert status == 0
-    assert out == ["the same in what both logged, step 1 to 3"]
+    assert out == ["the same to the bit in what both logged, step 1 to 3"]
 
 
 def test_the_first_step_that_differs_is_named(write, compare):
