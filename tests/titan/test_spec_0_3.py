@@ -135,7 +135,7 @@ REFUSED = [
     (f"{TITANS} --training.mixed_precision_param float32", "Set training.precision instead"),
     (f"{TITANS} --debug.spmd_typechecking", "no types to check"),
     (f"{TITANS} {PIPELINE}_schedule ZBVZeroBubble", NO_ZERO_BUBBLE),
-    (f"{TITANS} {PIPELINE}_microbatch_size 8", "_microbatch_size to 4."),
+    (f"{TITANS} {PIPELINE}_microbatch_size 8", "cannot run 1 micro-batch(es)."),
     (f"{TITANS} --mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
     ("--module interdomain.titan --config wrong.toml", "must be int"),
     (f"{OURS} --checkpoint.load_only", "no effect in our trainer"),
