@@ -173,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     require_empty(args.output)
+    # The pictures need it. If it is missing, that is said before the work.
+    import matplotlib.figure  # noqa: F401
 
     # The model, the layers to look at, and the text.
     device = _cli.choose_device(args.device)

@@ -68,14 +68,13 @@ def watch(args: argparse.Namespace, work: Path) -> None:
         # checkpoints are.
         folder = checkpoints_of(args.run)
         milestones = checkpoints.milestones(folder)
-        new = sorted(milestones.keys() - results.keys())
-        for step in new:
+        for step in sorted(milestones.keys() - results.keys()):
             file = milestones[step] / RESULTS
             if file.is_file():
                 results[step] = read_results(file, args)
             else:
                 results[step] = evaluate_milestone(milestones[step], args, work)
-        if new:
+            # After each milestone: the next one may fail.
             draw(results, events_of(args.run) / CURVES)
         # The run's record says how many steps it was planned to have.
         last = max(results, default=None)
@@ -107,9 +106,9 @@ def read_results(file: Path, args: argparse.Namespace) -> dict[str, Any]:
     if args.max_length:
         asked["max_length"] = args.max_length
     for name, option in asked.items():
-        if made_with[name] != option:
+        if made_with.get(name) != option:
             raise ValueError(
-                f"{file} has {name} {made_with[name]}, and asked for is {option}. Give the same options, or remove "
+                f"{file} has {name} {made_with.get(name)}, and asked for is {option}. Give the same options, or remove "
                 "the results."
             )
     return results

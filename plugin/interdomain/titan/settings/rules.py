@@ -254,7 +254,7 @@ def check_batch(
         yield (
             f"training.global_batch_size = {job.training.global_batch_size} does not divide: "
             f"{data_ranks} data-parallel rank(s) read {local_batch} sequence(s) each "
-            "(training.local_batch_size). Set a multiple of both numbers' product, a smaller "
+            f"(training.local_batch_size). Set a multiple of {per_pass}, a smaller "
             "training.local_batch_size, or another number of ranks; or let several ranks share each "
             "sequence (parallelism.context_parallel_degree)."
         )
