@@ -22,8 +22,8 @@ linear_or_query = pytest.mark.parametrize("linear", [False, True], ids=["query",
 TOLERANCES = {
     # Same function, other order of summation: what is left is rounding, 1e-16 times sums of thousands of terms.
     "float64": (1e-10, "max"),
-    # fp32 arithmetic throughout, accumulated over chunks; measured up to 6e-6 (the loop over time).
-    "float32": (1e-5, "rms"),
+    # fp32 arithmetic throughout. Measured: 3e-7 in `chunkwise`, in Triton too; 1e-6 in `fft`, 2.4e-6 in the loop over time.
+    "float32": (3e-6, "rms"),
     # Tensors returned in bf16 are rounded once (1.7e-3 RMS); everything before it is fp32.
     "bfloat16": (6e-3, "rms"),
     # All modes at |Lambda| = 1/e: an output is its own token and little else, summed over modes that cancel.
