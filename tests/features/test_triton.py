@@ -84,7 +84,7 @@ def test_zeros_have_no_direction_and_no_nan(mix):
     x[:, :2] = 0
     x[:, 2] *= 1e-7  # below the smallest norm that SiLU's features are divided by
     got = run(case, leaves, rope, dy, backend="triton")
-    assert_within(got, run(case, leaves, rope, dy, backend="torch"), 1e-5)
+    assert_within(got, run(case, leaves, rope, dy, backend="torch"), 2e-6)
     tokens = x[:, 1:3].flatten(0, 1)
     options = dict(head_dim=case.R, silu=case.H)
     y = input_features_step(tokens.clone(), **options, backend="triton")
