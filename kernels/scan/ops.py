@@ -37,8 +37,8 @@ from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
-# Tokens of all sequences times state heads that the plain form takes at a time, on a CPU or in
-# float64; at least one head. Measured on a CPU with heads of 32 and 64.
+# Tokens of all sequences times state heads that the plain form takes at a time for each thread, on a
+# CPU or in float64; at least one head. Measured on a CPU with heads of 32 and 64.
 HEAD_TOKENS = 2048
 # The axis of the heads by a tensor's number of axes: 2 and 3 are tables, 4 tokens, 5 states.
 HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}
@@ -110,7 +110,8 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         # on small GPUs.
         by_heads = device.type == "cpu" or args[0].dtype == torch.float64
         if plain and by_heads and not exchanged:
-            heads = max(1, HEAD_TOKENS // args[0].shape[:2].numel())
+            tokens = args[0].shape[:2].numel()
+            heads = max(1, HEAD_TOKENS * torch.get_num_threads() // tokens)
             return _by_heads(function, heads, *args, **kw)
         return function(*args, **kw)
 
