@@ -90,6 +90,7 @@ def test_few_heads_at_a_time(linear, documents, monkeypatch):
     case = Case(T=130, H=3, G=2, R=4, D=3, M=4)
     inputs, cotangents = op_inputs(case, torch.float64, linear=linear)
     run = functools.partial(run_op, inputs, cotangents, backend="chunkwise", documents=documents)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(ops, "HEAD_TOKENS", 2 * case.T)
     two_and_one = run()
     monkeypatch.setattr(ops, "HEAD_TOKENS", 3 * case.T)
