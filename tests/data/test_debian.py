@@ -220,11 +220,3 @@ def test_apt_get_downloads_only_what_is_missing(packages, tmp_path, monkeypatch,
     for _ in range(2):
         assert len(list(read_documents(["debian"]))) == 7
     assert (tmp_path / "calls").read_text() == "download --quiet x-doc=2:1.0-1\n"
-
-
-def test_the_table_names_every_package_exactly():
-    for name, row in debian.package_table().items():
-        assert row["licence"], name
-        assert row["version"], name
-        assert len(bytes.fromhex(row["sha256"])) == 32, name
-        assert row["read"], name
