@@ -58,16 +58,11 @@ assert_all_near = functools.partial(torch.testing.assert_close, rtol=1e-11, atol
 def test_equals_the_plain_loss(shape, ignored):
     arguments = inputs(*shape, ignored=ignored)
     wanted = value_and_gradients(plain_loss, *arguments)
-    assert_all_near(value_and_gradients(summed_cross_entropy, *arguments), wanted)
+    compiled = torch.compile(summed_cross_entropy, backend="aot_eager")
+    for function in (summed_cross_entropy, compiled):
+        assert_all_near(value_and_gradients(function, *arguments), wanted)
     with torch.no_grad():
         assert_all_near(summed_cross_entropy(*arguments), wanted[0])
-
-
-def test_compiled():
-    arguments = inputs(3, 11)
-    compiled = torch.compile(summed_cross_entropy, backend="aot_eager")
-    wanted = value_and_gradients(plain_loss, *arguments)
-    assert_all_near(value_and_gradients(compiled, *arguments), wanted)
 
 
 def test_frozen_weights_or_layers():
