@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from interdomain.data import TokenCorpus, documents_in, load_tokenizer
-from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
@@ -73,15 +72,6 @@ def test_how_documents_begin_and_end(prepared, tmp_path, files, documents, begin
     write_shard(tmp_path / "mixed", [[1, 50, 2], [60, 2]])
     mixed = TokenCorpus(tmp_path / "mixed")
     assert documents_in([mixed], tokenizer) is None
-
-
-def test_sources_of_a_manifest():
-    """Names of the hub's data sets have no revision and split; many files are counted."""
-    hub = {"dataset": "HuggingFaceFW/fineweb-edu@main:sample-10BT:train"}
-    file = {"file": "00.jsonl", "bytes": 1_500_000}
-    found = sources({"inputs": [hub, *21 * [file]]})
-    assert found["datasets"] == ["HuggingFaceFW/fineweb-edu"]
-    assert found["sources"][1] == "21 files, 00.jsonl to 00.jsonl (31.5 MB)"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import random
 import shutil
 
@@ -46,10 +47,8 @@ def test_round_trip_without_control_tokens(any_kind):
 
 def test_sentencepiece_is_in_llama_2s_style(files):
     tokenizer = load_tokenizer(files["sentencepiece"])
-    assert tokenizer.unk_id == 0
-    assert tokenizer.bos_id == 1
-    assert tokenizer.eos_id == 2
-    assert tokenizer.pad_id is None
+    ids = [tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
+    assert ids == [0, 1, 2, None]
     assert len(tokenizer.encode("2024")) == 5  # the dummy prefix and four digits
     indented = tokenizer.encode("\n        x")
     assert len(indented) == len(tokenizer.encode("\nx")) + 1
@@ -137,6 +136,9 @@ def assert_documents(folder, texts, tokenizer):
         assert document.tolist() == tokenizer.encode(text, add_eos=True)
 
 
+facts = operator.attrgetter("sha256", "vocab_size", "bos_id", "eos_id", "pad_id", "unk_id", "data")
+
+
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):
     """BOS and EOS, which stand in a second file at the source, are not lost."""
     path = any_kind.write(tmp_path)
@@ -145,8 +147,7 @@ def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path
     assert prepare(tmp_path, TEXTS, tmp_path) == 0
     for source in (tmp_path, str(path), tmp_path / "corpus"):
         again = load_tokenizer(source)
-        for name in ("sha256", "vocab_size", "bos_id", "eos_id", "pad_id", "unk_id", "data"):
-            assert getattr(again, name) == getattr(any_kind, name), name
+        assert facts(again) == facts(any_kind)
     assert_documents(tmp_path / "corpus", filter(None, TEXTS), any_kind)
 
 

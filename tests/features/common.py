@@ -13,6 +13,7 @@ from interdomain.features import input_features
 from ..scan.common import as_float64, gradients
 
 EPS = 1e-5
+FP32, BF16 = torch.float32, torch.bfloat16
 # Relative RMS. fp32: arithmetic throughout. bf16: rounded once at the end (1.7e-3 RMS), gradients too.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 6e-3}
 
@@ -47,13 +48,37 @@ MIXES = {
 }
 
 
+# Problems and dtypes for the kernels. A program has 16 tokens at these sizes: T = 19 leaves three to the second, all of which
+# add to the first one's gradients.
+CASES = []
+for mix in MIXES.values():
+    CASES.append((Case(T=19, B=1, H=1, past=mix.get("W") != 0, **mix), BF16))
+CASES += [
+    # Shorter than the filter; one program; three.
+    (Case(T=2, B=1, H=2, **MIXES["k"]), FP32),
+    (Case(T=16, B=1, H=2, **MIXES["k"]), BF16),
+    (Case(T=33, B=1, H=2, **MIXES["k"]), FP32),
+    (Case(T=1, past=True, strided=True, **MIXES["k"]), FP32),
+    (Case(T=17, past=True, strided=True, **MIXES["k"]), FP32),
+    # Documents that start in either program, one and two tokens before its end among them.
+    (Case(T=4, B=4, documents=True, past=True, **MIXES["k"]), FP32),
+    (Case(T=33, B=4, H=1, documents=True, past=True, **MIXES["k"]), FP32),
+    # Angles that differ by row.
+    (Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), FP32),
+    # Tiles that are not full.
+    (Case(T=5, B=3, H=5, R=2, strided=True, **MIXES["k"]), FP32),
+    (Case(T=5, B=3, H=5, R=96, strided=True, **MIXES["k"]), FP32),
+    (Case(T=3, B=1, H=5, R=256, W=3, **MIXES["q"]), torch.float16),
+]
+
+
 def make(case, dtype=torch.float64, parameters=None, device="cpu"):
     """Makes a problem.
 
     Args:
         case: Its settings.
         dtype: The dtype of activations.
-        parameters: The dtype of parameters, if it is another.
+        parameters: The dtype of parameters and past inputs, if it is another.
         device: Where the tensors are.
 
     Returns:
@@ -78,7 +103,7 @@ def make(case, dtype=torch.float64, parameters=None, device="cpu"):
         leaves["weight"] = normal(E, 1, W, dtype=parameters)
         leaves["bias"] = normal(E, dtype=parameters)
     if case.past:
-        leaves["past"] = normal(B, W - 1, E)
+        leaves["past"] = normal(B, W - 1, E, dtype=parameters)
     if case.norm:
         leaves["scale"] = normal(R, dtype=parameters)
         leaves["shift"] = normal(H, R, dtype=parameters)
@@ -120,17 +145,6 @@ def run_forward(case, leaves, rope, function=input_features, **options):
     return function(
         x, case.R, past=past, documents=numbers, rope=rope, silu=case.silu, eps=EPS, **options
     )
-
-
-def op_arguments(case, leaves, rope):
-    """Returns the arguments that the ops of the forward and of the backward share: from x to the norm's scale."""
-    x = leaves["x"]
-    weight = leaves.get("weight")
-    if weight is not None:
-        weight = weight.detach().flatten(1).requires_grad_()
-    cos, sin = rope or (None, None)
-    conv = weight, leaves.get("bias"), leaves.get("past"), documents(case, x.device)
-    return x, case.R, *conv, cos, sin, case.silu, leaves.get("scale")
 
 
 def literal_convolution(case, leaves, b, t):

@@ -3,21 +3,18 @@
 On a machine with a GPU these tests run there. Elsewhere tests/scan/test_triton_gpu.py runs this file in a process of its own.
 """
 
+import functools
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from interdomain.features import input_features, input_features_step, ops
 
 from ..scan.common import assert_equal, assert_within, saved_tensors
 from ..scan.devices import DEVICE, on_kernels, use_kernels
-from .common import EPS, MIXES, TOLERANCES, Case, literal, make, op_arguments, run
+from .common import CASES, MIXES, TOLERANCES, Case, literal, make, run
 
 pytest.importorskip("triton")
 pytestmark = on_kernels
@@ -29,50 +26,21 @@ def kernels(monkeypatch):
     use_kernels(monkeypatch)
 
 
-# 16 tokens to a program at these sizes: T = 19 leaves three to the second, all of which add to the first one's gradients.
-CASES = []
-for mix in MIXES.values():
-    CASES.append((Case(T=19, B=1, H=1, past=mix.get("W") != 0, **mix), torch.bfloat16))
-CASES += [
-    # Shorter than the filter; one program; three.
-    (Case(T=2, B=1, H=2, **K), torch.float32),
-    (Case(T=16, B=1, H=2, **K), torch.float32),
-    (Case(T=33, B=1, H=2, **K), torch.float32),
-    (Case(T=1, past=True, strided=True, **K), torch.float32),
-    (Case(T=17, past=True, strided=True, **K), torch.float32),
-    # Documents that start in either program, one and two tokens before its end among them.
-    (Case(T=4, B=4, documents=True, past=True, **K), torch.float32),
-    (Case(T=33, B=4, documents=True, past=True, **K), torch.float32),
-    # Angles that differ by row.
-    (Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32),
-    # Tiles that are not full.
-    (Case(T=5, B=3, H=5, R=2, strided=True, **K), torch.float32),
-    (Case(T=5, B=3, H=5, R=96, strided=True, **K), torch.float32),
-    (Case(T=3, B=1, H=5, R=256, W=3, **MIXES["q"]), torch.float16),
-]
-
-
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_by_the_letter(case, dtype):
-    leaves, rope, dy = make(case, dtype, device=DEVICE)
-    got = run(case, leaves, rope, dy, backend="triton")
+    """Parameters and past inputs are fp32 beside bf16 activations, as without FSDP's casts, or have their dtype.
+
+    The backward needs the inputs, nothing else.
+    """
+    parameters = torch.float32 if case.past else dtype
+    leaves, rope, dy = make(case, dtype, parameters, DEVICE)
+    with saved_tensors() as saved:
+        got = run(case, leaves, rope, dy, backend="triton")
+    assert len(saved) == len(leaves) + len(rope or ()) + case.documents
     assert got["y"].is_contiguous()
     for name, leaf in leaves.items():
         assert got[f"d{name}"].dtype == leaf.dtype
     assert_within(got, literal(case, leaves, rope, dy), TOLERANCES[dtype])
-
-
-def test_mixed_dtypes():
-    """bf16 activations with fp32 parameters and past, as without FSDP's casts. The backward needs the inputs, nothing else."""
-    case = Case(T=6, past=True, **K)
-    leaves, rope, dy = make(case, torch.bfloat16, torch.float32, DEVICE)
-    leaves["past"] = leaves["past"].detach().float().requires_grad_()
-    with saved_tensors() as saved:
-        got = run(case, leaves, rope, dy, backend="triton")
-    inputs = *leaves.values(), *rope
-    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in inputs)
-    assert got["dpast"].dtype == torch.float32
-    assert_within(got, literal(case, leaves, rope, dy), TOLERANCES[torch.bfloat16])
 
 
 @pytest.mark.parametrize("mix", ["q", "k", "a"])
@@ -93,21 +61,22 @@ def test_zeros_have_no_direction_and_no_nan(mix):
 
 @pytest.mark.parametrize("mix", ["k", "v"])
 def test_opcheck(mix):
+    """The ops with the arguments that a forward and a backward give them."""
     case = Case(T=5, past=mix == "k", documents=mix == "k", **MIXES[mix])
-    leaves, rope, dy = make(case, torch.bfloat16, device=DEVICE)
-    args = op_arguments(case, leaves, rope)
+    forward = mock.Mock(wraps=ops.features)
+    backward = mock.Mock(wraps=ops.features_backward)
+    with mock.patch.multiple(ops, features=forward, features_backward=backward):
+        run(case, *make(case, torch.bfloat16, device=DEVICE), backend="triton")
     tests = ["test_schema", "test_faketensor"]
-    forward = *args, leaves.get("shift"), EPS
-    torch.library.opcheck(ops.features, forward, test_utils=[*tests, "test_autograd_registration"])
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-    torch.library.opcheck(ops.features_backward, (dy, *args, EPS, case.past), test_utils=tests)
+    torch.library.opcheck(ops.features_backward, backward.call_args.args, test_utils=tests)
+    tests.append("test_autograd_registration")
+    torch.library.opcheck(ops.features, forward.call_args.args, test_utils=tests)
 
 
 @pytest.mark.parametrize(
-    ("policy", "calls"),
-    [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.PREFER_RECOMPUTE, 2)],
+    ("saved", "calls"), [([torch.ops.interdomain.features.default], 1), ([], 2)]
 )
-def test_under_autocast_and_checkpointing(policy, calls, monkeypatch):
+def test_under_autocast_and_checkpointing(saved, calls, monkeypatch):
     """Autocast does not reach in; a policy that lists the op by its name saves it, one that does not repeats it."""
     from interdomain.features import triton_launch
 
@@ -116,14 +85,7 @@ def test_under_autocast_and_checkpointing(policy, calls, monkeypatch):
     expected = run(case, *problem, backend="triton")
     forward = mock.Mock(wraps=triton_launch.forward)
     monkeypatch.setattr(triton_launch, "forward", forward)
-
-    def policy_of(ctx, op, *args, **kwargs):
-        if op is torch.ops.interdomain.features.default:
-            return policy
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    def contexts():
-        return create_selective_checkpoint_contexts(policy_of)
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
 
     def block(*args, **kwargs):
         return input_features(*args, **kwargs) * 1.0

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from interdomain.model.config import FIXED_STATE
 
@@ -63,15 +63,10 @@ def greedy(model, tokens: torch.Tensor, steps: int) -> torch.Tensor:
 
 def padded(rows, side: str, value: int = 9):
     """Returns tokens [B, T] and attention_mask [B, T] of rows [1, T'] of unequal length."""
-    longest = max(row.shape[1] for row in rows)
-    tokens = []
-    mask = []
-    for row in rows:
-        missing = longest - row.shape[1]
-        padding = (missing, 0) if side == "left" else (0, missing)
-        tokens.append(F.pad(row, padding, value=value))
-        mask.append(F.pad(torch.ones_like(row), padding))
-    return torch.cat(tokens), torch.cat(mask)
+    rows = [row[0] for row in rows]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+    ones = [torch.ones_like(row) for row in rows]
+    return tokens, pad_sequence(ones, batch_first=True, padding_side=side)
 
 
 def padded_batch(longest: int = 12):

@@ -2,19 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from ..common import REPOSITORY
+from ..scan.devices import in_process
 from .common import CASES, EXPECTED, KINDS, greedy, padded, random_texts
 
 # Nothing of `absent` can be imported. No answer can be given to a question, and no socket be opened.
 ALONE = """
 import json, socket, sys
-given = json.load(sys.stdin)
+given = json.loads(sys.argv[1])
 absent = "interdomain torchtitan torchdata triton sentencepiece tensorboard datasets kernels".split()
 for name in absent:
     sys.modules[name] = None
@@ -48,23 +46,16 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
     folders = {}
     for case in ("all", "hybrid, window", "gla"):
         folders[case] = str(exported(case)[1])
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        input=json.dumps({"folders": folders, "tokens": tokens.tolist()}),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
+    found = in_process(
+        "-c",
+        ALONE,
+        json.dumps({"folders": folders, "tokens": tokens.tolist()}),
+        HF_HUB_OFFLINE="1",
+        HF_MODULES_CACHE=str(tmp_path / "modules"),
     )
-    assert done.returncode == 0, done.stderr
     rows = [tokenizer.encode(text) for text in ("import os", "def f(x):\n    return")]
     batch, mask = padded([torch.tensor([row]) for row in rows], "left", tokenizer.unk_id)
-    for case, (ids, text, loss) in json.loads(done.stdout).items():
+    for case, (ids, text, loss) in json.loads(found).items():
         native, model = loaded(case)
         assert ids == rows[0]
         assert text == greedy(native, tokens, 6).tolist(), case
@@ -74,11 +65,9 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
 
 VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 OF_PYTORCH = (
-    "gradients_and_steps",
-    "turns_of_unequal",
+    "turn_by_turn",
     "every_bit",
     "compile",
-    "nothing_of_this_project",
     "offloaded_weights",
     "stays_float32",
 )
@@ -94,20 +83,8 @@ def test_the_others_on_transformers_4():
     Tests that are of PyTorch rather than transformers are left out. The folder:
     pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
     """
-    environment = {}
-    for name, value in os.environ.items():
-        if not name.startswith(("PYTEST_", VERSION_4)):
-            environment[name] = value
     path = os.pathsep.join([os.environ[VERSION_4], os.environ["PYTHONPATH"]])
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", EXPECTED: "4."}
     other_cases = [case for case in CASES if case not in KINDS]
-    left_out = " and ".join(f"not {name}" for name in (*other_cases, *OF_PYTORCH))
-    pytest_options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/hf", "-k"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *pytest_options, left_out],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    left_out = " and ".join(f"not {name}" for name in (*other_cases, *OF_PYTORCH, "alone"))
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/hf", "-k", left_out]
+    in_process("-m", "pytest", *options, **{"PYTHONPATH": path, EXPECTED: "4."})

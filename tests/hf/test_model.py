@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from interdomain.checkpoint.pretrained import stored_name, to_transformers
 
-from ..model.common import assert_near, lively, random_tokens, small_config
+from ..model.common import lively, random_tokens, small_config
+from ..scan.common import assert_within
 from .common import CASES, code_of, each_case, padded, padded_batch, random_texts
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -35,57 +36,47 @@ def in_plain_pytorch(monkeypatch):
     return make
 
 
-@each_case
-def test_logits_gradients_and_steps(in_plain_pytorch, case):
-    """A whole pass over two chunks, and prefill, steps and a second piece with a cache."""
-    native = native_model(case)
-    tokens = random_tokens(native.config, 2, 75)
-    wanted = native(tokens)
-    F.cross_entropy(wanted.flatten(0, 1), tokens.flatten()).backward()
-    model = in_plain_pytorch(native)
-    whole = model.train()(tokens).logits
-    model.eval()
-    cache = None
-    pieces = []
-    for piece in tokens.split([66, 1, 1, 7], dim=1):
-        out = model(piece, past_key_values=cache)
-        cache = out.past_key_values
-        pieces.append(out.logits)
-    for logits in (whole, torch.cat(pieces, dim=1)):
-        torch.testing.assert_close(logits, wanted, **EXACT)
-        model.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-        for name, p in native.named_parameters():
-            gradient = model.get_parameter(stored_name(name)).grad
-            assert_near(gradient, p.grad, 1e-8 * p.grad.abs().max().item(), name)
-    for number, layer in enumerate(native.config.layers):
-        if layer.mixer.kind == "softmax":
-            keys, _ = cache.states[number]
-            assert keys.shape[2] == (layer.mixer.window or 75)
+# Lengths of the texts that two rows get in each turn, and the side of the padding.
+TURNS = {
+    "whole": [((75, 75), "left")],
+    "pieces": [((66, 66), "left"), ((1, 1), "left"), ((1, 1), "left"), ((7, 7), "left")],
+    "padding": [((70, 3), "left"), ((2, 66), "right"), ((1, 1), "left")],
+    "padding, right": [((70, 3), "right"), ((2, 66), "left"), ((1, 1), "left")],
+}
 
 
-@pytest.mark.parametrize("sides", [("left", "right"), ("right", "left")])
+@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
 @each_case
-@torch.no_grad()
-def test_turns_of_unequal_length(in_plain_pytorch, case, sides):
-    """Padding anywhere, in the first turn and in the next ones, leaves no trace."""
+def test_logits_and_gradients_turn_by_turn(in_plain_pytorch, case, turns):
+    """Prefill over two chunks, steps and more text with a cache. Padding in any turn leaves no trace."""
     native = native_model(case)
-    model = in_plain_pytorch(native)
-    texts = [torch.empty(1, 0, dtype=torch.int64), torch.empty(1, 0, dtype=torch.int64)]
+    model = in_plain_pytorch(native).train(len(turns) == 1)
+    texts = random_tokens(native.config, 2, 0).split(1)
     mask = torch.zeros(2, 0)
     cache = None
     logits = []
-    for lengths, side in zip(((70, 3), (2, 66), (1, 1)), (*sides, "left"), strict=True):
+    for lengths, side in turns:
         rows = [random_tokens(native.config, 1, n, seed=n) for n in lengths]
         texts = [torch.cat(row, dim=1) for row in zip(texts, rows, strict=True)]
         tokens, turn_mask = padded(rows, side)
         mask = torch.cat([mask, turn_mask], dim=1)
-        out = model(tokens, attention_mask=mask, past_key_values=cache)
+        given = None if mask.all() else mask
+        out = model(tokens, attention_mask=given, past_key_values=cache)
         cache = out.past_key_values
         logits.append(out.logits)
     logits = torch.cat(logits, dim=1)
     for row, text in enumerate(texts):
-        torch.testing.assert_close(logits[row, mask[row].bool()], native(text)[0], **EXACT)
+        found = logits[row, mask[row].bool()]
+        wanted = native(text)[0]
+        torch.testing.assert_close(found, wanted, **EXACT)
+        F.cross_entropy(wanted, text[0]).backward()
+        F.cross_entropy(found, text[0]).backward(retain_graph=True)
+    expected = {stored_name(name): p.grad for name, p in native.named_parameters()}
+    assert_within({name: p.grad for name, p in model.named_parameters()}, expected, 1e-8)
+    for number, layer in enumerate(native.config.layers):
+        if cache is not None and layer.mixer.kind == "softmax":
+            keys, _ = cache.states[number]
+            assert keys.shape[2] == (layer.mixer.window or mask.shape[1]), (keys.shape, mask.shape)
 
 
 @torch.no_grad()

@@ -200,6 +200,6 @@ def test_rope_angles():
     positions = torch.tensor([0, 1, 7, 4095, 1_000_000])
     frequencies = 1e4 ** (-torch.arange(0, 96, 2, dtype=torch.float64) / 96)
     angles = positions[:, None, None] * frequencies
-    cos, sin = rope_tables(positions, 96, 1e4)
-    torch.testing.assert_close(cos, angles.cos().float(), rtol=0, atol=1e-7)
-    torch.testing.assert_close(sin, angles.sin().float(), rtol=0, atol=1e-7)
+    found = torch.stack(rope_tables(positions, 96, 1e4))
+    wanted = torch.stack([angles.cos(), angles.sin()]).float()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-7)

@@ -45,18 +45,19 @@ def test_sizes_that_are_not_in_the_paper():
 
 
 def test_switches():
-    """12 layers of width 768, 12 heads, M = 64.
-
-    A convolution has 5 numbers per channel, the bias of an input norm one.
-    """
-    whole = count("125M")
-    M = 64
-    assert count("125M", output_gate=True) == whole + 12 * 768**2
-    assert count("125M", c_form="diagonal") == whole - 12 * 12 * 2 * (M**2 - M)
-    assert count("125M", feature_map="rff") == whole - 12 * (2 * 64 + 2 * 768)
-    # Eleven heads less have no keys and values of width 704, and no dt, A and C.
-    projections = 2 * 768 * 704
-    convolution_and_norms = 5 * 704 + 2 * 704
-    ssm = 11 * (1 + 2 * M + 2 * M**2)
-    fewer = 12 * (projections + convolution_and_norms + ssm)
-    assert count("125M", n_kv_heads=1) == whole - fewer
+    """12 layers of width 768, 12 heads, M = 64. A convolution has 5 numbers per channel."""
+    found = [
+        count("125M", output_gate=True),
+        count("125M", c_form="diagonal"),
+        count("125M", feature_map="rff"),
+        count("125M", n_kv_heads=1),
+    ]
+    differences = [
+        12 * 768**2,
+        -12 * 12 * 2 * (64**2 - 64),
+        # the scales and biases of the norms of keys and values
+        -12 * (2 * 64 + 2 * 768),
+        # Eleven heads less have no keys and values of width 704, and no dt, A and C.
+        -12 * (2 * 768 * 704 + 7 * 704 + 11 * (1 + 2 * 64 + 2 * 64**2)),
+    ]
+    assert found == [135_416_208 + difference for difference in differences]

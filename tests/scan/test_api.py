@@ -25,7 +25,6 @@ SCAN_ERRORS = [
         "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference",
     ),
     ({"k": torch.zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
-    ({"v": torch.zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
     ({"q": torch.zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
     ({"log_decay": torch.zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
     (
@@ -44,21 +43,13 @@ SCAN_ERRORS = [
     ({"mixing": torch.zeros(2, 12, 12, device="meta")}, "mixing is on meta; .* is on cpu"),
     ({"k": torch.zeros(2, 0, 2, 4)}, r"k has shape \(2, 0, 2, 4\); .* at least one of each"),
     ({"documents": DOCUMENTS[:, 1:]}, r"int32 or int64 of shape \[B, T\] = \(2, 5\)"),
-    ({"documents": DOCUMENTS.bool()}, r"torch.bool of shape \(2, 5\); expected int32 or int64"),
     ({"documents": DOCUMENTS.to("meta")}, "documents is on meta and k .* on cpu"),
     ({"group": "ranks"}, "initial_state with a group"),
     ({"group": "ranks", "initial_state": None, "backend": "fft"}, "fft.*'chunkwise' does"),
-    ({"group": "ranks", "initial_state": None, "backend": "reference"}, "reference.*'chunkwise'"),
-]
-LINEAR_ERRORS = [
-    ({"z": torch.zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
-    ({"readout": torch.zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
 ]
 STEP_ERRORS = [
     ({"k": QUERY["k"]}, "a step has no time axis"),
     ({"state": None}, r"no state to go on from: give one, \[2, 2, 6, 7, 2\]"),
-    ({"state": STEP["state"].double()}, r"state is torch\.float64"),
-    ({"mixing": torch.zeros(2, 5, 12)}, r"mixing has shape \(2, 5, 12\); expected \(2, 12, 12\)"),
 ]
 
 
@@ -68,10 +59,9 @@ def test_errors_of_the_scan(change, message):
         run_scan(**QUERY | change)
 
 
-@pytest.mark.parametrize(("change", "message"), LINEAR_ERRORS)
-def test_errors_of_the_linear_scan(change, message):
-    with pytest.raises(ValueError, match=message):
-        run_scan(**LINEAR | change)
+def test_errors_of_the_linear_scan():
+    with pytest.raises(ValueError, match=r"readout has shape \(2, 6\); expected \(2, 12\)"):
+        run_scan(**LINEAR | {"readout": torch.zeros(2, 6)})
 
 
 @pytest.mark.parametrize(("change", "message"), STEP_ERRORS)

@@ -69,7 +69,7 @@ def problem(case, dtype, linear=False):
     return op_inputs(case, FP32, dtype, linear, DEVICE)
 
 
-def check(case, dtype, linear=False, documents=None):
+def check(case, dtype, linear, documents=None):
     inputs, cotangents = problem(case, dtype, linear)
     got = run_kernels(inputs, cotangents, documents=documents)
     tokens = {"out", "dq", "dk", "dv", "dz"}
@@ -79,75 +79,39 @@ def check(case, dtype, linear=False, documents=None):
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
+    ("case", "dtype", "linear"),
     [
         # One token: nearly all of every tile is masked.
-        (Case(T=1, B=2, H=1, R=16, D=16), BF16),
+        (Case(T=1, B=2, H=1, R=16, D=16), BF16, False),
         # No pointer to a state; W's lower half.
-        (Case(T=33, H=2, R=4, D=5, readout="hermitian", state=False), FP32),
+        (Case(T=33, H=2, R=4, D=5, readout="hermitian", state=False), FP32, False),
         # A chunk of one token; heads that share a state.
-        (Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"), BF16),
+        (Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"), BF16, False),
         # Whole chunks and full tiles: compiled without masks. Sums over all of time: bf16 sums would show.
-        (Case(T=128, H=1, G=2, R=16, D=16, decay="weak"), BF16),
+        (Case(T=128, H=1, G=2, R=16, D=16, decay="weak"), BF16, False),
         # Widths that are no powers of two.
-        (Case(T=20, H=1, R=96, D=96), FP32),
+        (Case(T=20, H=1, R=96, D=96), FP32, False),
         # 128 radians per token; R is not D.
-        (Case(T=70, H=1, R=40, D=70, M=64, decay="s4d"), BF16),
+        (Case(T=70, H=1, R=40, D=70, M=64, decay="s4d"), BF16, False),
         # The largest M has plans of its own.
-        (Case(T=20, H=1, R=32, D=24, M=128, decay="s4d"), FP32),
+        (Case(T=20, H=1, R=32, D=24, M=128, decay="s4d"), FP32, False),
+        # The linear readout. 73 channels: two blocks of them in the readout's gradient.
+        (Case(T=33, H=2, R=40, D=33, state=False), FP32, True),
+        (Case(T=130, H=1, R=16, D=16, M=32), BF16, True),
     ],
     ids=str,
 )
-def test_query_readout(case, dtype):
-    check(case, dtype)
+def test_values_and_gradients(case, dtype, linear):
+    check(case, dtype, linear)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        # 73 channels: two blocks of them in the readout's gradient.
-        (Case(T=33, H=2, R=40, D=33, state=False), FP32),
-        (Case(T=130, H=1, R=16, D=16, M=32), BF16),
-    ],
-    ids=str,
-)
-def test_linear_readout(case, dtype):
-    check(case, dtype, linear=True)
-
-
-def test_tables_hold_phases_of_thousands_of_radians():
-    """In fp32 a phase would be off by 1e-4."""
-    from interdomain.scan.triton_launch import Launches
-    from interdomain.scan.triton_plan import make_plan
-
-    # Chunks are of 16 tokens; segments of 32 and of 90 - 64 = 26.
-    theta = problem(Case(T=1, H=1, M=64, decay="s4d"), FP32)[0]["log_decay"].detach()
-    w = 1 / torch.arange(1, 129, device=DEVICE)[None]
-    plan = make_plan(theta.device, FP32, 64, 0)
-    tables = Launches.build(plan, theta, T=90, chunks=2, readout=w)
-    theta = torch.view_as_complex(theta[0].double())
-    w = torch.complex(*w[0].double().chunk(2))
-    i = torch.arange(16, device=DEVICE)
-
-    def power(exponent):
-        return torch.exp(theta * exponent[..., None])
-
-    lag = i[:, None] - i
-    scores = (w * power(lag.clamp_min(0))).sum(-1).real.tril()
-    step = power(torch.tensor([9, 16], device=DEVICE))
-    after = power(torch.tensor([32, 26], device=DEVICE))
-    complex_tables = [
-        (tables.E[0], power(i - 8)),
-        (tables.t[0], power(8 - i)),
-        (tables.t_conj[0], power(8 - i).conj()),
-        (tables.t_conj_T[0].mT, power(8 - i).conj()),
-        (tables.rows[0], power(i - 8) * w),
-        (tables.step[0], step),
-        (tables.power[:, 0].mT.flatten(1), after),
-    ]
-    for got, expected in complex_tables:
-        assert error(got, torch.cat((expected.real, expected.imag), dim=-1), "max") < 1e-6
-    assert error(tables.scores[0], scores, "max") < 1e-6
+@linear_or_query
+def test_phases_of_thousands_of_radians(linear, kernels, monkeypatch):
+    """In fp32 a phase would be off by 1e-3. Chunks are of 16 tokens; segments of 48 and of 42."""
+    cut_time(kernels, 2, monkeypatch)
+    inputs, cotangents = problem(Case(T=90, H=1, R=4, D=5, decay="weak"), FP32, linear)
+    inputs["log_decay"].data[..., 1] = torch.linspace(1200, 1280, 16)
+    assert_agree(run_kernels(inputs, cotangents), exact(inputs, cotangents), "float32")
 
 
 @linear_or_query
@@ -160,23 +124,29 @@ def test_at_the_decay_bound(linear):
 
 
 @pytest.mark.parametrize(
-    ("segments", "case", "dtype", "linear"),
+    ("segments", "case", "dtype", "linear", "documents"),
     [
         # Whole chunks take no masks along time.
-        (2, Case(T=64, H=1, R=4, D=5, state=False), FP32, False),
+        (2, Case(T=64, H=1, R=4, D=5, state=False), FP32, False, False),
         # The last segment is shorter and ragged, in parts of dW, too.
-        (3, Case(T=70, H=1, G=2, R=4, D=5), BF16, False),
+        (3, Case(T=70, H=1, G=2, R=4, D=5), BF16, False, False),
         # More than the 16 that the scan over segments takes at once.
-        (20, Case(T=320, H=1, R=4, D=5, state=False), FP32, True),
+        (18, Case(T=288, H=1, R=4, D=5, state=False), FP32, True, False),
+        # Documents that end within chunks, with them, and with segments of one chunk.
+        (1, Case(T=70, B=2, H=1, G=2, R=4, D=5), BF16, False, True),
+        (1, Case(T=70, B=2, H=1, R=4, D=5), FP32, True, True),
+        (3, Case(T=40, B=2, H=1, G=2, R=4, D=5), FP32, False, True),
     ],
     ids=str,
 )
-def test_segments(segments, case, dtype, linear, kernels, small_chunks, monkeypatch):
+def test_segments_and_documents(
+    segments, case, dtype, linear, documents, kernels, small_chunks, monkeypatch
+):
     from interdomain.scan import triton_launch
 
     cut_time(kernels, segments, monkeypatch)
     cut_time(triton_launch, segments, monkeypatch)
-    check(case, dtype, linear)
+    check(case, dtype, linear, packed(case.T, STARTS[: case.B], DEVICE) if documents else None)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("state", 1000), ("dinitial_state", 0.1)])
@@ -239,15 +209,21 @@ def test_held_operands_give_the_same_gradients(kernels, monkeypatch):
     assert_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("segments", "T", "G", "dtype", "linear"),
-    [(1, 70, 2, BF16, False), (1, 70, 1, FP32, True), (3, 40, 2, FP32, False)],
-)
-def test_documents(segments, T, G, dtype, linear, kernels, small_chunks, monkeypatch):
-    """Documents that end within chunks, with them, and with segments of one chunk."""
-    cut_time(kernels, segments, monkeypatch)
-    documents = packed(T, STARTS[:2], DEVICE)
-    check(Case(T=T, B=2, H=1, G=G, R=4, D=5), dtype, linear, documents)
+@pytest.fixture
+def shards(monkeypatch):
+    """Shards that run one after the other: the state that one leaves enters the next, whose gradient of it goes back."""
+    handed = {}
+
+    def send(local, *_, reverse=False, **others):
+        before = handed.get(reverse, torch.zeros_like(local))
+        handed[reverse] = local
+        return before
+
+    def receive(sent, shape):
+        return sent.clone()
+
+    monkeypatch.setattr(ops.context_parallel, "send", send)
+    monkeypatch.setattr(ops.context_parallel, "receive", receive)
 
 
 @pytest.mark.parametrize(
@@ -259,17 +235,7 @@ def test_documents(segments, T, G, dtype, linear, kernels, small_chunks, monkeyp
     ],
     ids=["query-bf16", "query-documents", "linear-documents"],
 )
-def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monkeypatch):
-    """Two shards one after the other: the state that the first leaves enters the second, whose gradient of it goes back."""
-    handed = {}
-
-    def send(local, *_, reverse=False, **others):
-        before = handed.get(reverse, torch.zeros_like(local))
-        handed[reverse] = local
-        return before
-
-    monkeypatch.setattr(ops.context_parallel, "send", send)
-    monkeypatch.setattr(ops.context_parallel, "receive", receive)
+def test_shards(segments, dtype, linear, documents, kernels, shards, small_chunks, monkeypatch):
     cut_time(kernels, segments, monkeypatch)
     B = 1 if documents is None else 2
     inputs, (d_out, d_state) = problem(
@@ -285,27 +251,14 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
         second["documents"] = documents[:, 40:] - documents[:, 39:40]
     first_out, _ = run_scan(**first, group="shards", backend="chunkwise")
     second_out, state = run_scan(**second, group="shards", backend="chunkwise")
-    # Backwards the second shard comes first.
-    second_gradients = gradients(second_out, d_out[:, 40:], inputs)
-    first_gradients = gradients(first_out, d_out[:, :40], inputs)
-    got = {"out": torch.cat((first_out, second_out), dim=1), "state": state}
-    for name, gradient in first_gradients.items():
-        got[name] = gradient + second_gradients[name]
+    # Backwards autograd begins with the second one, which ran last.
+    out = torch.cat((first_out, second_out), dim=1)
+    got = {"out": out, "state": state, **gradients(out, d_out, inputs)}
     assert_agree(got, expected, BOUNDS[dtype])
 
 
-def receive(sent, shape):
-    return sent.clone()
-
-
-def test_segments_of_a_shard_whose_queries_are_of_another_dtype(kernels, monkeypatch):
+def test_segments_of_a_shard_whose_queries_are_of_another_dtype(kernels, shards, monkeypatch):
     """Chunks are of 64 tokens where keys and values are sent, and of 16 in the scan, which float32 queries make float32."""
-
-    def send(local, *_, **others):
-        return torch.zeros_like(local)
-
-    monkeypatch.setattr(ops.context_parallel, "send", send)
-    monkeypatch.setattr(ops.context_parallel, "receive", receive)
     cut_time(kernels, 2, monkeypatch)
     inputs, _ = problem(Case(T=200, H=1, R=4, D=5, state=False), BF16)
     inputs["q"] = inputs["q"].float()

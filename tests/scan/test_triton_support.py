@@ -5,7 +5,6 @@ Needs neither a GPU nor Triton's interpreter.
 """
 
 import itertools
-import logging
 from unittest import mock
 
 import pytest
@@ -30,25 +29,19 @@ def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
         (torch.bfloat16, 300, 64, "R or D is above 256"),
     ],
 )
-def test_refusals(dtype, D, M, message, pretend_gpu, caplog):
+def test_refusals(dtype, D, M, message, pretend_gpu):
     inputs = fake_inputs(dtype, D=D)
     refusal = f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"
     with pytest.raises(ValueError, match=refusal):
         scan._choose_backend("chunkwise", inputs, M)
-    assert scan._choose_backend("chunkwise-torch", inputs, M) == "chunkwise-torch"
-    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert scan._choose_backend("auto", inputs, M) == "chunkwise-torch"
-    assert message in caplog.text
+    assert scan._choose_backend("auto", inputs, M) == "chunkwise-torch"
 
 
-def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
-    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert scan._choose_backend("auto", fake_inputs(D=65), 64) == "chunkwise"
-        assert scan._choose_backend("auto", fake_inputs(torch.float32), 128) == "chunkwise"
-        # The linear readout has no width.
-        _, _, z = fake_inputs(D=300)
-        assert scan._choose_backend("auto", (z,), 64) == "chunkwise"
-    assert "'auto' is chunkwise (Triton kernels)" in caplog.text
+def test_auto_takes_the_kernels_on_cuda(pretend_gpu):
+    # The linear readout has no width.
+    _, _, z = fake_inputs(D=300)
+    for inputs in (fake_inputs(D=65), fake_inputs(torch.float32), (z,)):
+        assert scan._choose_backend("auto", inputs, 128) == "chunkwise"
 
 
 def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
@@ -60,7 +53,6 @@ def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
     with pytest.raises(ValueError, match="triton is not installed"):
         scan._choose_backend("chunkwise", fake_inputs(), 64)
     assert scan._choose_backend("auto", fake_inputs(), 64) == "chunkwise-torch"
-    assert scan._choose_backend("fft", fake_inputs(), 64) == "fft"
 
 
 @pytest.mark.parametrize(
@@ -139,9 +131,7 @@ def test_no_warp_holds_a_copy_of_another_s_numbers(width, M):
     """It would load them when the other one may have stored: a step updates the state in place. No interpreter shows it."""
     triton_step = pytest.importorskip("interdomain.scan.triton_step")
     tiles = triton_step.contract_tiles(width, M)
-    programs = [(2 * tiles["BM"] * tiles["BC"], tiles["num_warps"])]
+    assert tiles["num_warps"] == 1 or 2 * tiles["BM"] * tiles["BC"] >= 32 * tiles["num_warps"]
     for heads in (1, 4096):
         tiles = triton_step.expand_tiles(heads, width, M)
-        programs.append((2 * tiles["BM"] * tiles["BD"], tiles["num_warps"]))
-    for numbers, warps in programs:
-        assert warps == 1 or numbers >= 32 * warps
+        assert tiles["num_warps"] == 1 or 2 * tiles["BM"] * tiles["BD"] >= 32 * tiles["num_warps"]

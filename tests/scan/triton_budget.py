@@ -2,8 +2,8 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
 `step/` names the step, `features/` and `features_step/` the input features of heads of R. After them come, joined by `+`,
-`:training` (no state in or out), `:shards` (short sequences on several ranks), `:ragged` (a short last chunk), `:G2`; of the
-step `:linear`; of the features `:k` (which projection), `:past` and `:documents`. `sweeps` takes the launches that make states
+`:training` (no state in or out), `:shards` (short sequences on several ranks), `:ragged` (a short last chunk), `:G2`; of
+the features `:k` (which projection), `:past` and `:documents`. `sweeps` takes the launches that make states
 alone, `most` of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. The linear
 scan and packed documents are compiled by tests/ptx only. Launches are recorded, not described a second time: what is compiled
 is what runs. TRITON_INTERPRET must not be 1.
@@ -27,11 +27,16 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 
+from interdomain.features import support
 from interdomain.features import triton_launch as features_launch
 from interdomain.features import triton_step as features_step
 from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step
 
-from ..features.common import EPS, MIXES, Case, make, op_arguments
+from ..features import common as features
+from ..features.test_step import Layer
+from ..features.test_step import make as make_step
+from .common import Case, op_inputs, part_of_time
+from .devices import nothing_unsupported
 
 # Bytes of shared memory of a program of `chunkwise`. sm_90 has 227 KB for two programs; sm_89 99 KB, which sm_80 has, too.
 SHARED = {90: 113 * 1024, 89: 99 * 1024, 80: 99 * 1024}
@@ -115,77 +120,59 @@ def recorded(module, run):
         if launch not in launches:
             launches.append(launch)
 
-    with stand_ins(module, receive):
+    with stand_ins(module, receive), torch.no_grad():
         run()
     return launches
 
 
 def scan_launches(dtype, R, D, M, kinds):
     """Runs one forward and backward: of two segments with a state in and out, or of one in training or on several ranks."""
-    B, H = 2, 2
     G = 2 if "G2" in kinds else 1
     T = 64 if kinds & {"shards", "training"} else 1024
     if "ragged" in kinds:
         T -= 4
-    q = torch.zeros(B, T, H * G, R, dtype=dtype)
-    k = torch.zeros(B, T, H, R, dtype=dtype)
-    v = torch.zeros(B, T, H, D, dtype=dtype)
-    d_o = torch.zeros(B, T, H * G, D, dtype=dtype)
-    theta = torch.zeros(H, M, 2)
-    state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
-    inputs = q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state
+    case = Case(T=T, B=2, G=G, R=R, D=D, M=M, state="training" not in kinds)
+    inputs, (d_o, d_state) = op_inputs(case, torch.float32, dtype)
+    state = inputs.pop("initial_state", None)
+    inputs = *inputs.values(), state
     if "shards" not in kinds:
         triton_chunkwise.scan_forward(*inputs, need_final=state is not None)
         triton_chunkwise.scan_backward(d_o, state, *inputs)
         return
-
-    def wait():
-        return state
-
-    def exchange(local):
-        return wait
-
+    _, k, v, theta, _, _ = inputs
+    wait = mock.Mock(return_value=d_state)
     triton_chunkwise.final_state((k, v), theta, None)
     triton_chunkwise.scan_forward(*inputs, need_final=False)
-    triton_chunkwise.scan_backward(d_o, None, *inputs, exchange=exchange)
+    triton_chunkwise.scan_backward(d_o, None, *inputs, exchange=mock.Mock(return_value=wait))
 
 
 def step_launches(dtype, R, D, M, kinds):
-    """Runs the step with W as it is and by its upper half, for more sequences; or with the linear readout."""
-    H = 2
+    """Runs the step with W as it is and by its upper half, for more sequences."""
     G = 2 if "G2" in kinds else 1
-    decay = torch.zeros(H, M, 2)
     for B, rows in ((2, 2 * M), (128, M)):
-        q = torch.zeros(B, H * G, R, dtype=dtype)
-        k = torch.zeros(B, H, R, dtype=dtype)
-        v = torch.zeros(B, H, D, dtype=dtype)
-        state = torch.zeros(B, H, M, R + D, 2)
-        if "linear" in kinds:
-            z = torch.cat((k, v), dim=-1)
-            triton_step.linear_one_step(z, decay, torch.zeros(H, 2 * M), state)
-            continue
-        triton_step.scan_step(q, k, v, decay, torch.zeros(H, rows, 2 * M), state)
+        case = Case(T=1, B=B, G=G, R=R, D=D, M=M)
+        inputs, _ = op_inputs(case, torch.float32, dtype)
+        *tokens, decay, table, state = part_of_time(inputs, 0).values()
+        triton_step.scan_step(*tokens, decay, table[:, :rows].contiguous(), state)
 
 
 def features_launches(dtype, R, D, M, kinds):
     """Runs one forward and backward of a projection of [B 2, T 64, H 16, R]."""
-    (mix,) = MIXES.keys() & kinds
-    case = Case(T=64, H=16, R=R, past="past" in kinds, documents="documents" in kinds, **MIXES[mix])
-    leaves, rope, dy = make(case, dtype)
-    args = op_arguments(case, leaves, rope)
-    features_launch.forward(*args, leaves.get("shift"), EPS)
-    features_launch.backward(dy, *args, EPS, case.past)
+    (mix,) = features.MIXES.keys() & kinds
+    settings = features.MIXES[mix] | {"past": "past" in kinds, "documents": "documents" in kinds}
+    case = features.Case(T=64, H=16, R=R, **settings)
+    with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
+        patch.setattr(support, "unsupported", nothing_unsupported)
+        features.run(case, *features.make(case, dtype), backend="triton")
 
 
 def features_step_launches(dtype, R, D, M, kinds):
     """Runs one token of a layer of the interdomain condition, for 8 sequences."""
-    B = 8
-    x = torch.zeros(B, 48 * R, dtype=dtype)
-    conv = torch.zeros(4, 32 * R, dtype=dtype), torch.zeros(32 * R, dtype=dtype)
-    past = torch.zeros(B, 3, 32 * R, dtype=dtype)
-    norm = torch.zeros(32, R, dtype=dtype)
-    turn = torch.zeros(B, 1, 1, R // 2)
-    features_step.step(x, R, *conv, past, turn, turn, 32, 32, norm, norm, EPS)
+    layer = Layer(heads=48, conv=32, rotated=32, silu=32, norm=32, R=R, B=8)
+    x, options = make_step(layer, dtype)
+    convolution = *options["conv"], options["past"]
+    normalisation = *options["norm"], features.EPS
+    features_step.step(x[:, 0], R, *convolution, *options["rope"], 32, 32, *normalisation)
 
 
 FAMILIES = {
