@@ -14,6 +14,12 @@ def permuted(n, key):
     return [permutation(i) for i in range(n)]
 
 
+@pytest.mark.parametrize("key", ["42:0", "-7:3"])
+def test_permutation_is_a_bijection(key):
+    for n in (*range(1, 20), 64, 65, 1000, 4097):
+        assert sorted(permuted(n, key)) == list(range(n)), n
+
+
 def test_order_is_pinned():
     """Another order breaks checkpoints that resume: the fingerprint's name must change, too."""
     assert permuted(1000, "42:0")[:6] == [838, 813, 660, 456, 73, 780]
@@ -81,6 +87,19 @@ def test_fingerprint_changes_with_everything_that_changes_the_samples(folder):
     assert len({dataset.fingerprint for dataset in datasets}) == len(datasets)
     again = PackedDataset(TokenCorpus(f"{folder}/s-*"), 8, 3)
     assert datasets[0].fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [0.9, 0.09, 0.009, 0.001], [3, 3, *9 * [1]]])
+def test_every_prefix_is_fair_within_one_sample(weights):
+    exact = exact_weights(weights)
+    pattern = fair_pattern(exact)
+    samples = np.arange(1, len(pattern) + 1)
+    for number, weight in enumerate(exact):
+        counts = np.cumsum(pattern == number)
+        # Integers, so that the comparison is exact.
+        excess = counts * weight.denominator - samples * weight.numerator
+        assert np.abs(excess).max() < weight.denominator
+        assert excess[-1] == 0
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [float("nan"), 1], [0.12345678901, 1]])
