@@ -8,6 +8,7 @@ import json
 import os
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -35,8 +36,8 @@ SETTINGS = settings_of({"like": ["story"]}, TABLES["groups"])
 
 
 def watch_beside(run):
-    watch.LOOK_SECONDS = 0.2
-    assert watch.main([str(run), *EVALUATION]) == 0
+    with mock.patch.object(watch, "POLL_SECONDS", 0.2):
+        assert watch.main([str(run), *EVALUATION]) == 0
 
 
 def start(folder, corpus, *starts):
