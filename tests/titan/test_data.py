@@ -4,7 +4,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.titan.data.dataloader import PackedLoader, open_data
@@ -39,11 +38,6 @@ def take(loader, n):
     return [next(batches) for _ in range(n)]
 
 
-def take_rows(loader, n):
-    """Returns the inputs of n batches, [n * B, T]."""
-    return torch.cat([inputs["input"] for inputs, _ in take(loader, n)])
-
-
 def test_the_launcher_warns_of_data_that_are_read_often(corpus, capsys):
     job = parse("", corpus)
     samples = len(packed(corpus))
@@ -68,7 +62,10 @@ def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
         loader = PackedLoader(open_dataset(), 4, rank=0, ranks=1)
         if state:
             loader.load_state_dict(state)
-        read.append(sorted(take_rows(loader, steps).tolist()))
+        rows = []
+        for inputs, _ in take(loader, steps):
+            rows += inputs["input"].tolist()
+        read.append(sorted(rows))
         state = loader.state_dict()
 
     def samples(dataset, *indices):
