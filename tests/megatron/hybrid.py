@@ -25,9 +25,9 @@ PATTERNS = ("", "G", "GG-", "G-X-", "D-G-")  # no model with these can be conver
 STATE = {"n_basis": 6, "state_heads": 4}
 
 
-def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tuple]:
+def gradients(folder, tensor, stages, pattern):
     from megatron.core import parallel_state
-    from megatron.core.models.hybrid.hybrid_model import HybridModel  # pyright: ignore[reportMissingImports]
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from interdomain.megatron import hybrid
@@ -66,7 +66,7 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
     return found
 
 
-def refusal(pattern: str) -> str:
+def refusal(pattern):
     from interdomain.megatron.hybrid import mixer_letters
 
     try:
@@ -75,7 +75,7 @@ def refusal(pattern: str) -> str:
         return str(error)
 
 
-def flops(pattern: str) -> int:
+def flops(pattern):
     """Returns the log's FLOPs of a step of two sequences, at the width of the 125M model."""
     from interdomain.megatron import patches
 
@@ -94,7 +94,7 @@ def flops(pattern: str) -> int:
     return patches.flops(args, 2)
 
 
-def main(folder: Path) -> None:
+def main(folder):
     warnings.simplefilter("ignore")
     typing.override = typing_extensions.override  # 0.19 wants Python 3.12
     torch.set_num_threads(1)

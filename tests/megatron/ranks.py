@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from interdomain.data import PackedDataset, TokenCorpus
 from interdomain.megatron.checkpoint import RECORD, TRACKER, part_of, write_checkpoint
-from interdomain.model import ModelConfig, Transformer, build_config, meta_model
+from interdomain.model import Transformer, build_config, meta_model
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
-from ..ranks import forks
+from ..ranks import be_member, forks
 
 RANKS = 4
 MICRO_BATCH = 2
@@ -41,14 +41,14 @@ for case in CASES:
 SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs
 
 
-def config_of(case="interdomain") -> ModelConfig:
+def config_of(case="interdomain"):
     if case == "torchtitan":
         return replace(build_config("debug"), vocab_size=VOCAB, max_seq_len=2 * T)
     settings = {"condition": "interdomain", "n_layers": 2} | CASES.get(case, {})
     return small_config(**settings, vocab_size=VOCAB, max_seq_len=T)
 
 
-def plain_model(case="interdomain") -> Transformer:
+def plain_model(case="interdomain"):
     config = config_of(case)
     # The denominator of a normalizing mixer is near zero away from initial values, and float32 too
     # coarse.
@@ -57,13 +57,13 @@ def plain_model(case="interdomain") -> Transformer:
     return lively(config, torch.float32)
 
 
-def initial_model(config: ModelConfig, seed: int) -> Transformer:
+def initial_model(config, seed):
     model = Transformer(config)
     model.init_weights(seed)
     return model
 
 
-def tokens_of(step: int, corpus: Path | None = None) -> torch.Tensor:
+def tokens_of(step, corpus=None):
     """Returns tokens [BATCH, T + 1], or the windows of a corpus that TorchTitan's trainer reads."""
     if corpus is None:
         return random_tokens(config_of(), BATCH, T + 1, seed=step)
@@ -71,24 +71,16 @@ def tokens_of(step: int, corpus: Path | None = None) -> torch.Tensor:
     return torch.from_numpy(dataset.read_batch(range(step * BATCH, (step + 1) * BATCH)))
 
 
-def write_start(folder: Path, case="interdomain", hybrid=False) -> None:
+def write_start(folder, case="interdomain", hybrid=False):
     model = plain_model(case)
     write_checkpoint(folder, model.config, model.state_dict(), hybrid=hybrid)
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def run_rank(rank, folder):
     from megatron.core import parallel_state
 
-    from . import cpu, stand_ins
-
-    cpu.install()
-    stand_ins.install()
     save_from_forks()
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    seen: dict = {"losses": {}, "gradients": {}, "folds": {}, "refused": {}}
+    seen = {"losses": {}, "gradients": {}, "folds": {}, "refused": {}}
     for layout, legs in LEGS.items():
         tensor, pipeline, context = map(int, layout.split(" x "))
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
@@ -107,7 +99,6 @@ def run_rank(rank: int, folder: Path) -> None:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
     torch.save(seen, folder / f"seen {rank}.pt")
-    dist.destroy_process_group()
 
 
 def open_run(
@@ -148,7 +139,7 @@ def open_run(
     return Run(config, spec, **RATES, min_lr=min_lr, warmup_steps=warmup_steps, **settings)
 
 
-def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
+def batches_of(tokens):
     """Returns this rank's micro-batches of a step."""
     from megatron.core import parallel_state
 
@@ -157,9 +148,7 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
     return list(tokens.split(MICRO_BATCH)[rank::ranks])
 
 
-def train(
-    folder, name, seen, *, steps=0, resume=None, case="interdomain", packed=False, **options
-) -> None:
+def train(folder, name, seen, *, steps=0, resume=None, case="interdomain", packed=False, **options):
     """Computes a leg: losses and gradient norms by step, and the gradients of the first step.
 
     Args:
@@ -203,7 +192,7 @@ def train(
             (folder / name / TRACKER).write_text("5")
 
 
-def own_gradients(run) -> list[tuple]:
+def own_gradients(run):
     """Returns this rank's parts of the gradients, as `own_parts` does of the parameters."""
     from megatron.core import parallel_state
 
@@ -223,7 +212,7 @@ def own_gradients(run) -> list[tuple]:
     return parts
 
 
-def own_parts(run) -> list[tuple]:
+def own_parts(run):
     """Returns this rank's parts: (Megatron's name, offsets, the tensor's shape, numbers)."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -237,9 +226,9 @@ def own_parts(run) -> list[tuple]:
     return parts
 
 
-def whole_tensors(config: ModelConfig, parts: list[tuple], form=None) -> dict[str, torch.Tensor]:
+def whole_tensors(config, parts, form=None):
     """Returns the tensors that the parts of all ranks make, by the plain model's names."""
-    whole: dict = {}
+    whole = {}
     for key, offsets, shape, data in parts:
         tensor = whole.setdefault(key, torch.full(shape, math.nan))
         # A layer's tensor lacks the dimension in which layers are stacked.
@@ -251,7 +240,7 @@ def whole_tensors(config: ModelConfig, parts: list[tuple], form=None) -> dict[st
     return {name: part_of(whole, name, form) for name, _ in meta_model(config).named_parameters()}
 
 
-def delayed_linears() -> list[str]:
+def delayed_linears():
     """Returns the names of the linears whose weights' gradients the layer delays."""
     from . import stand_ins
 
@@ -260,7 +249,7 @@ def delayed_linears() -> list[str]:
     return [name for name, linear in attention.named_modules() if linear in stand_ins.DELAYED]
 
 
-def error_of(function, *arguments, **options) -> str:
+def error_of(function, *arguments, **options):
     try:
         function(*arguments, **options)
     except Exception as error:
@@ -268,7 +257,7 @@ def error_of(function, *arguments, **options) -> str:
     return "no error"
 
 
-def refusals(folder: Path, refused: dict) -> None:
+def refusals(folder, refused):
     from megatron.core.inference.contexts import StaticInferenceContext
 
     run = open_run()
@@ -288,7 +277,7 @@ def refusals(folder: Path, refused: dict) -> None:
     refused["another tokenizer"] = error_of(one.load_state_dict, state, strict=False)
 
 
-def compute(folder: Path, corpus: Path) -> None:
+def compute(folder, corpus):
     """Runs the ranks: forks of one process that has imported Megatron-Core."""
     for case in ("interdomain", "torchtitan", *CASES):
         write_start(folder / "start" / case, case)
@@ -299,14 +288,18 @@ def compute(folder: Path, corpus: Path) -> None:
     assert parent.exitcode == 0
 
 
-def fork_ranks(folder: Path) -> None:
-    from . import loop  # noqa: F401
+def fork_ranks(folder):
+    from . import cpu, loop, stand_ins  # noqa: F401
 
+    warnings.simplefilter("ignore")
+    cpu.install()
+    stand_ins.install()
     gc.freeze()  # Megatron collects garbage at every save
-    torch.multiprocessing.start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")
+    arguments = (run_rank, RANKS, folder)
+    torch.multiprocessing.start_processes(be_member, arguments, nprocs=RANKS, start_method="fork")
 
 
-def save_from_forks() -> None:
+def save_from_forks():
     """Replaces Megatron's queue of written files, whose process would import PyTorch anew."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

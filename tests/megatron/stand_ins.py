@@ -4,8 +4,6 @@ They are Megatron's local linears and a norm, with the arguments, results and st
 classes.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import layers
@@ -26,7 +24,7 @@ class Column(layers.ColumnParallelLinear):
         assert options.keys() >= REQUIRED
         super().__init__(*sizes, **options)
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return torch.empty(0, dtype=torch.uint8)
 
     def backward_dw(self):
@@ -36,7 +34,7 @@ class Column(layers.ColumnParallelLinear):
 class LayerNormColumn(Column):
     def __init__(self, input_size, *others, **options):
         super().__init__(input_size, *others, **options)
-        weight: Any = torch.nn.Parameter(torch.ones(input_size, dtype=self.config.params_dtype))
+        weight = torch.nn.Parameter(torch.ones(input_size, dtype=self.config.params_dtype))
         weight.sequence_parallel = self.config.sequence_parallel
         self.layer_norm_weight = weight
 

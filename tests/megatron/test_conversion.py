@@ -1,19 +1,13 @@
 """Checkpoints and data of Megatron-Core are read without it, and it reads ours."""
 
-import itertools
 import shutil
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from safetensors.torch import load_file
 
 from interdomain.checkpoint.pretrained import MODEL_PREFIX, load_model, read_config
-from interdomain.data import IndexedDataset, TokenCorpus, read_manifest
+from interdomain.data import TokenCorpus
 from interdomain.megatron.arguments import corpus_files
 from interdomain.megatron.checkpoint import MegatronCheckpoint
 from interdomain.tools import convert
@@ -86,55 +80,9 @@ def test_a_damaged_checkpoint_is_refused(computed, tmp_path, capsys):
     assert not (tmp_path / "model").exists()
 
 
-# Data
-
-
-def always(*arguments):
-    return True
-
-
-def test_gpt_dataset_reads_a_prepared_corpus(corpus, tmp_path):
-    """megatron-core's own builder gives pieces of our stream."""
-    manifest = read_manifest(corpus)
-    eos = manifest["eos_id"]
-    vocab_size = manifest["vocab_size"]
-    tokenizer = SimpleNamespace(eod=eos, pad=None, vocab_size=vocab_size, unique_identifiers={})
-    config = GPTDatasetConfig(
-        random_seed=42,
-        sequence_length=256,
-        blend_per_split=[(corpus_files(corpus, "train"), None), None, None],
-        path_to_cache=str(tmp_path),
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, [10, 0, 0], always, config)
-    dataset, _, _ = builder.build()
-    whole_documents = set()
-    for i in range(10):
-        sample = dataset[i]
-        labels = sample["labels"].tolist()
-        assert sample["tokens"].tolist()[1:] == labels[:-1]
-        ends = [j + 1 for j, token in enumerate(labels) if token == eos]
-        for begin, end in itertools.pairwise(ends):
-            whole_documents.add(tuple(labels[begin:end]))
+def test_megatron_reads_a_prepared_corpus(corpus):
+    (path,) = corpus_files(corpus, "train")
+    found = IndexedDataset(path)
     (shard,) = TokenCorpus(corpus).shards
-    assert len(whole_documents) > 3
-    assert whole_documents <= {tuple(document) for document in shard}
-
-
-def test_our_reader_reads_megatron_s_data(tmp_path):
-    documents = [np.arange(n, dtype=np.uint16) * 7 for n in (5, 1, 40, 7)]
-    path = tmp_path / "tokens"
-    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
-    for document in documents:
-        builder.add_item(torch.from_numpy(document.astype(np.int64)))
-        builder.end_document()
-    builder.finalize(f"{path}.idx")
-    dataset = IndexedDataset(path)
-    dataset.verify()
-    for found, wanted in zip(dataset, documents, strict=True):
-        assert found.tolist() == wanted.tolist()
-    assert TokenCorpus(path).read(0, 53).tolist() == np.concatenate(documents).tolist()
+    assert [document.tolist() for document in found] == [list(document) for document in shard]
+    assert found.document_indices.tolist() == list(range(len(shard) + 1))

@@ -5,6 +5,7 @@ PLAN: {"starts": [...], "spoil": {step: what}}. `starts` has an entry for each s
 when all shards of checkpoint N are written and its index is not; `validate`, before the validation of step N.
 """
 
+import gc
 import json
 import os
 import signal
@@ -50,6 +51,7 @@ def disturb(place, step, rank, name, process):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # the collector need not look through what the fork inherited
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
     disturbance = plan["starts"][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     if disturbance:

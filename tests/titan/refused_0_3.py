@@ -1,14 +1,10 @@
-"""What TorchTitan 0.3.0's entry says to command lines: refused_0_3.py LINE..., which prints a JSON list.
+"""What TorchTitan 0.3.0's entry says to command lines: refused_0_3.py LINE..., each answered after a line "> LINE".
 
 A process of its own, because one that has imported TorchTitan 0.2.2 cannot import 0.3.0. No group of processes is made.
 """
 
-import contextlib
-import io
-import json
 import os
 import sys
-from unittest import mock
 
 from torchtitan.config import ConfigManager
 
@@ -24,23 +20,14 @@ def start(arguments):
         config.build()
 
 
-def answer(arguments):
-    said = io.StringIO()
-    with (
-        contextlib.redirect_stderr(said),
-        contextlib.redirect_stdout(said),
-        mock.patch.object(sys, "argv", ["torchtitan.train", *arguments]),
-    ):
-        try:
-            start(arguments)
-        except SystemExit:
-            return said.getvalue()
-        except ValueError as e:
-            return str(e)
-    return "nothing is wrong"
-
-
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "OWN_DATA": "."}
-    lines = sys.argv[1:]
-    print(json.dumps([answer(line.split()) for line in lines]))
+    for line in sys.argv[1:]:
+        print(">", line, file=sys.stderr)
+        sys.argv = ["torchtitan.train", *line.split()]
+        try:
+            start(sys.argv[1:])
+        except SystemExit:
+            pass  # it has printed why
+        except ValueError as e:
+            print(e, file=sys.stderr)

@@ -4,7 +4,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.titan.data.dataloader import PackedLoader, open_data
@@ -39,49 +38,13 @@ def take(loader, n):
     return [next(batches) for _ in range(n)]
 
 
-def take_rows(loader, n):
-    """Returns the inputs of n batches, [n * B, T]."""
-    return torch.cat([inputs["input"] for inputs, _ in take(loader, n)])
-
-
-@pytest.mark.parametrize(
-    ("epochs", "said", "warned"),
-    [
-        (0.5, "", ""),
-        (2.5, ", for 2.50 epochs", ""),
-        (9, ", for 9.00 epochs", "reads its data for 9.00 epochs"),
-    ],
-)
-def test_the_launcher_says_how_often_the_data_are_read(corpus, capsys, epochs, said, warned):
-    samples = round(epochs * len(packed(corpus)))
-    line = launch.check_data(parse("", corpus), samples=samples)
-    _, _, after = line.partition(")")
-    assert after == said
-    warning = capsys.readouterr().err
-    assert warned in warning
-    assert bool(warning) == bool(warned)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("ranks", "prefetch"), [(1, 3), (2, 2), (4, 0)])
-def test_a_state_continues_on_any_number_of_ranks(corpus, mixed, ranks, prefetch):
-    dataset = packed(corpus)
-    if mixed:
-        dataset = MixtureDataset([dataset, packed(corpus, "validation")], [0.7, 0.3])
-    in_order = take_rows(PackedLoader(dataset, 4, rank=0, ranks=1), 6)
-    saved = PackedLoader(dataset, 4, rank=0, ranks=1)
-    take(saved, 2)
-    state = saved.state_dict()
-    assert state["consumed_samples"] == 8
-
-    # A micro-batch of all ranks has the next 2 * ranks samples, two for each rank.
-    rows = []
-    for rank in range(ranks):
-        loader = PackedLoader(dataset, 2, rank=rank, ranks=ranks, prefetch=prefetch)
-        loader.load_state_dict(state)
-        rows.append(take_rows(loader, 8 // ranks).view(8 // ranks, 2, 64))
-        assert loader.state_dict() == state | {"consumed_samples": 24}
-    assert torch.equal(torch.stack(rows, dim=1).view(16, 64), in_order[8:])
+def test_the_launcher_warns_of_data_that_are_read_often(corpus, capsys):
+    job = parse("", corpus)
+    samples = len(packed(corpus))
+    assert launch.check_data(job, samples=round(2.5 * samples)).endswith(", for 2.50 epochs")
+    assert capsys.readouterr().err == ""
+    launch.check_data(job, samples=9 * samples)
+    assert "reads its data for 9.00 epochs" in capsys.readouterr().err
 
 
 def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
@@ -99,7 +62,10 @@ def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
         loader = PackedLoader(open_dataset(), 4, rank=0, ranks=1)
         if state:
             loader.load_state_dict(state)
-        read.append(sorted(take_rows(loader, steps).tolist()))
+        rows = []
+        for inputs, _ in take(loader, steps):
+            rows += inputs["input"].tolist()
+        read.append(sorted(rows))
         state = loader.state_dict()
 
     def samples(dataset, *indices):
@@ -147,21 +113,6 @@ def test_mixtures_that_cannot_be(two, pairs, alone, capsys):
     assert "cannot be part of a mixture" in error
     error = refusal(capsys, build, two, "--data.weights 1")
     assert "A mixture of 2 corpora needs 2 weights" in error
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_the_labels_of_a_corpus_with_answers(pairs, alone, batch):
-    """A label counts if its key came before. With B = 1 inputs and labels could be views of one memory."""
-    loader = build(pairs, f"--model.vocab_size 8 --training.local_batch_size {batch}")
-    for inputs, labels in take(loader, 20):
-        for tokens, row in zip(inputs["input"].tolist(), labels.tolist(), strict=True):
-            expected = [-100] * 64
-            # The keys are 0 and 1. The last two tokens are the last value and EOS.
-            for t in range(62):
-                if tokens[t] < 2 and tokens[t] in tokens[:t]:
-                    expected[t] = tokens[t + 1]
-            assert expected.count(-100) == 64 - 29
-            assert row == expected
 
 
 def test_an_id_outside_the_vocabulary_ends_the_run_when_it_is_read(corpus, tmp_path, alone, capsys):

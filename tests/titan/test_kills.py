@@ -8,6 +8,7 @@ import json
 import os
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -35,8 +36,8 @@ SETTINGS = settings_of({"like": ["story"]}, TABLES["groups"])
 
 
 def watch_beside(run):
-    watch.LOOK_SECONDS = 0.2
-    assert watch.main([str(run), *EVALUATION]) == 0
+    with mock.patch.object(watch, "POLL_SECONDS", 0.2):
+        assert watch.main([str(run), *EVALUATION]) == 0
 
 
 def start(folder, corpus, *starts):
@@ -83,14 +84,6 @@ def story(tmp_path_factory, corpus):
     )
 
 
-@pytest.fixture(scope="module")
-def undisturbed(runs):
-    """The folder of the run that nobody disturbed, and whose milestones are evaluated after its end."""
-    folder = runs.at("2 story")
-    assert watch.main([str(folder), *EVALUATION, "--once"]) == 0
-    return folder
-
-
 def test_killed_ranks_come_back_and_leave_on_a_signal_to_one_of_them(story):
     """They come back from the last complete checkpoint: of step 2 only shards were written."""
     first = story.killed_ranks
@@ -127,8 +120,10 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
     assert result["loss"] == pytest.approx(losses[6], rel=1e-6)
 
 
-def test_it_ends_with_the_bits_and_curves_of_the_undisturbed_run(story, undisturbed):
-    """Each curve is one, although steps ran again."""
+def test_it_ends_with_the_bits_and_curves_of_the_undisturbed_run(story, runs):
+    """Each curve is one, although steps ran again. The milestones of the other run are evaluated after its end."""
+    undisturbed = runs.at("2 story")
+    assert watch.main([str(undisturbed), *EVALUATION, "--once"]) == 0
     disturbed = story.folder / "checkpoint"
     reference = undisturbed / "checkpoint"
     assert_same_tensors(disturbed / "step-6", reference / "step-6")

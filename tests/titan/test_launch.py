@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -30,16 +29,15 @@ FLAGS = """
 """
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory, corpus):
-    """A run that gets the time limit's SIGUSR1 after step 6: its status, what it said, its folder."""
-    folder = tmp_path_factory.mktemp("nodes")
+def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(corpus, runs, tmp_path, capsys):
+    """The run gets the time limit's SIGUSR1 after step 6."""
+    folder = tmp_path / "run"
     command = [sys.executable, "-m", "interdomain.tools.launch", str(TINY), *FLAGS.split()]
-    command += ["--job.dump_folder", str(folder / "run"), "--data.corpus", str(corpus)]
+    command += ["--job.dump_folder", str(folder), "--data.corpus", str(corpus)]
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         end_time = str(int(time.time()) + 86400)
-        slurm = slurm_stand_in.allocations(folder, patch)
+        slurm = slurm_stand_in.allocations(tmp_path, patch)
         slurm("localhost", "localhost", JOB_END_TIME=end_time)
         with subprocess.Popen(
             command,
@@ -53,20 +51,16 @@ def nodes(tmp_path_factory, corpus):
                 said += line
                 if re.search(r"step: +6 ", line):
                     running.send_signal(signal.SIGUSR1)
-    return SimpleNamespace(status=running.returncode, said=said, folder=folder / "run")
-
-
-def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, capsys):
-    assert nodes.status == launch.CONTINUE, nodes.said[-5000:]
+    assert running.returncode == launch.CONTINUE, said[-5000:]
     leaving = r"leaving after step (\d+) \(SIGUSR1, \d+ s before the job's time limit\)"
-    left = int(re.search(leaving, nodes.said)[1])
+    left = int(re.search(leaving, said)[1])
     # It is said at once, and not only when a long step is over.
-    at_once = nodes.said.index("SIGUSR1: leaving after the next step")
-    assert at_once < nodes.said.index("leaving after step")
-    assert (nodes.folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
-    assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all
-    assert "Traceback" not in nodes.said
-    compare_runs.main(["--common", str(nodes.folder), str(runs.at("2 text"))])
+    at_once = said.index("SIGUSR1: leaving after the next step")
+    assert at_once < said.index("leaving after step")
+    assert (folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
+    assert len(re.findall(r"(?<!validate )step:  1 ", said)) == 1  # one node speaks for all
+    assert "Traceback" not in said
+    compare_runs.main(["--common", str(folder), str(runs.at("2 text"))])
     assert "the same to the bit in what both logged" in capsys.readouterr().out
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from interdomain.checkpoint.run_folder import checkpoints_of, events_of
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import LOCK_NAME, RunLock, hold_folder, owner_of, require_shared
 
@@ -153,17 +152,6 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     between_polls(monkeypatch, owner.refresh)
     error = refusal(capsys, hold_folder, config(tmp_path / "second", second))
     assert "in use by another run" in error
-
-
-def test_the_tools_find_what_a_run_wrote(tmp_path):
-    """They find it outside of its folder, too. A run of an older version left no note: the defaults hold."""
-    run = tmp_path / "run"
-    assert checkpoints_of(run) == run / "checkpoint"
-    assert events_of(run) == run / "tb"
-    elsewhere = tmp_path / "elsewhere"
-    hold_folder(config(run, f"{SAVED} {elsewhere} {CURVES} curves"))
-    assert checkpoints_of(run) == elsewhere
-    assert events_of(run) == run / "curves"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_save(tmp_path, capsys):

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from interdomain.model import Transformer, build_config
-from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.step.guard import StepGuard
-from interdomain.titan.watch import metrics
 from interdomain.titan.watch.metrics import InterdomainMetrics, mixer_statistics, perplexity
-
-from .runs import parse
 
 
 def small_model(**settings):
@@ -65,30 +60,24 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
     assert statistics[3]["c_rms"] == 1  # there is no C
 
 
-def test_seconds_and_tokens_per_second(monkeypatch):
-    """They are means over the steps since the last log, each of two micro-batches on two ranks."""
-    monkeypatch.setattr(metrics, "gradient_norms", mock.Mock(return_value={}))
-    run = mock.Mock(job=parse("--training.local_batch_size 2 --metrics.mixer_freq 0"))
-    run.plan = make_plan(run.job, 2)
-    run.optimizers.rates = {"main": 1e-3}
-    run.optimizers.step_guard = StepGuard()
-    run.first_log = None
-    run.data_loading_times = [0.25] * 20
-    run.time_last_log = time.perf_counter() - 10_000
-    InterdomainMetrics.log_step(run, 10, 1.0, 1.0, 1.0)
-    scalars = run.log.call_args.args[-1]
-    assert scalars["time_metrics/end_to_end(s)"] == pytest.approx(1000, rel=0.01)
-    assert scalars["machine/tokens_per_second"] == pytest.approx(0.512, rel=0.01)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("2 text", 2), ("1 answers accumulated", 1), ("1 free", 1)]
+)
+def test_the_throughput_is_that_of_all_ranks(runs, name, ranks):
+    """It is a mean over the steps since the last log or validation. "1 free" logs every second step."""
+    for scalars in runs.log(name).values():
+        of_all = scalars["machine/tokens_per_second"]
+        # The clock is read twice, microseconds apart.
+        assert of_all == pytest.approx(ranks * scalars["throughput(tps)"], rel=0.1)
+        assert of_all * scalars["time_metrics/end_to_end(s)"] == pytest.approx(512)
 
 
-def test_the_line_of_progress_has_the_throughput_of_all_ranks(caplog, monkeypatch):
+def test_the_line_of_progress_has_the_time_that_is_left(caplog):
+    """Nine steps took 90 seconds."""
     caplog.set_level("INFO")
-    clock = mock.Mock(side_effect=[100.0, 190.0])
-    monkeypatch.setattr(metrics, "time", mock.Mock(monotonic=clock))
-    run = mock.Mock(first_log=None)
+    run = mock.Mock(first_log=(1, time.monotonic() - 90))
     run.plan.steps = 400
-    for step in (1, 10):
-        InterdomainMetrics._log_progress(run, step, 4096.4)
+    InterdomainMetrics._log_progress(run, 10, 4096.4)
     expected = "  2.5 % of 400 steps, 4,096 tokens per second on all ranks, 1:05:00 left"
     assert caplog.messages == [expected]
 

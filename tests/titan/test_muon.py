@@ -20,6 +20,7 @@ def test_a_step_is_bitwise_pytorchs_own(runs, name):
     before = tensors_of(runs.checkpoint("1 muon", 3))
     after = tensors_of(runs.checkpoint(name, 4))
     log = runs.log(name)[4]
+    assert log["lr/matrices"] == log["lr/main"]
     groups = []
     for parameter, gradient in runs.whole(name, "gradients").items():
         p = torch.nn.Parameter(before[parameter])

@@ -8,7 +8,7 @@ import pytest
 from interdomain.model import CONDITIONS, Execution, build_config
 from interdomain.titan.plan.costs import cost_model
 from interdomain.titan.plan.dry_run import describe, table
-from interdomain.titan.plan.run_plan import in_steps, make_plan, model_config
+from interdomain.titan.plan.run_plan import make_plan, model_config
 
 from ..common import REPOSITORY
 from .runs import parse as parse_flags
@@ -69,47 +69,6 @@ def test_the_papers_runs(size, peak, tokens, steps):
     # On cards of 80 GB the scan's scores are kept, and there is room for the allocator.
     assert not plan.execution.recompute
     assert 12 * GIB < memory_of(job, plan) < 0.8 * 80e9
-
-
-# Files, the most sequences that a rank reads at once, and the sequences of a step.
-BATCHES = [("debug", 8, 16), ("125M", 8, 128), ("350M", 8, 128), ("760M", 4, 128), ("1.3B", 4, 128)]
-
-
-@pytest.mark.parametrize(("name", "most", "global_batch"), BATCHES)
-def test_a_rank_reads_at_most_its_share_of_a_step(name, most, global_batch):
-    job = parse_flags(toml=CONFIGS / f"{name}.toml")
-    ranks = 1
-    while ranks <= global_batch:
-        plan = make_plan(job, ranks, on_gpus=True)
-        assert plan.local_batch == min(most, global_batch // ranks)
-        assert plan.local_batch * ranks * plan.accumulation == global_batch
-        # The loader and TorchTitan read the number from the configuration.
-        assert in_steps(job, plan).training.local_batch_size == plan.local_batch
-        ranks *= 2
-
-
-REPLICAS = "--parallelism.data_parallel_replicate_degree"
-EVERY_AXIS = f"{REPLICAS} 2 {CONTEXT}{TENSOR} --parallelism.pipeline_parallel_degree 4"
-LONG = "--training.seq_len 131072 --training.global_batch_size 8 --activation_checkpoint.mode selective"
-LONG += " --parallelism.context_parallel_degree 16 --parallelism.tensor_parallel_degree 4"
-EVERY_MESH = "replicas 2 x shards 16 x context 2 x tensor 2 x pipeline 4"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "given", "mesh", "accumulation"),
-    [
-        (64, "--training.local_batch_size 2", "shards 64", 1),
-        (256, f"{REPLICAS} 32 --training.global_batch_size 256", "replicas 32 x shards 8", 1),
-        (512, f"--validation.local_batch_size 1 {EVERY_AXIS}", EVERY_MESH, 4),
-        (256, LONG, "shards 4 x context 16 x tensor 4", 2),
-    ],
-)
-def test_the_largest_run_on_hundreds_of_ranks(ranks, given, mesh, accumulation):
-    job = parse_flags(f"--training.local_batch_size 1 {given}", toml=CONFIGS / "1.3B.toml")
-    plan = make_plan(job, ranks, on_gpus=True)
-    assert str(plan.topology) == f"{mesh} = {ranks} ranks"
-    assert plan.accumulation == accumulation
-    assert memory_of(job, plan) < 80e9
 
 
 @pytest.mark.parametrize("name", ["125M", "350M", "760M", "1.3B", "7B", "70B"])
@@ -207,11 +166,3 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
     assert "features" not in dry_run("--mixer.condition gla", on_gpus=True)
     plain = dry_run("--mixer.n_basis 48", on_gpus=True)
     assert "scan  chunkwise-torch (plain PyTorch): M is 48" in plain
-
-
-def test_a_size_of_ones_own():
-    plan = plan_of("--model.dim 192 --model.n_layers 2 --model.n_heads 4")
-    assert plan.config.dim == 192
-    assert plan.config.head_dim == 48
-    assert plan.config.ffn_hidden == 512
-    assert plan.cell.size.startswith("debug with dim 192")

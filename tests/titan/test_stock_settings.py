@@ -73,16 +73,6 @@ def test_all_problems_come_in_one_message(capsys):
         assert f"\n  - {setting} " in error
 
 
-def test_torchtitans_debug_model_is_a_configuration(monkeypatch):
-    """Sections whose feature is off are passed over, and its flavor is `debug`."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    plan = spec.resolve(read_config()).plan
-    assert plan.size == "debug"
-    assert plan.tokens_per_step == 8 * 2048
-    assert plan.steps == 10
-    assert plan.warmup_steps == 2
-
-
 def test_asynchronous_tensor_parallelism_is_removed(capsys):
     config = tiny_config(TENSOR)
     vars(config.parallelism)["enable_async_tensor_parallel"] = True

@@ -26,18 +26,9 @@ def test_the_text_is_learned(runs):
     assert len(set(text["initial"].values())) > 30
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "tag"),
-    [
-        ("1 text", [1, 3, 6], "validation_position/0032-0063"),
-        ("1 layers", [1, 3, 5], "validation_position/0032-0063"),
-        ("1 answers", [1, 3], "validation_metrics/accuracy"),
-    ],
-)
-def test_a_run_validates_after_its_first_and_its_last_step(runs, name, steps, tag):
-    validation = runs.seen(name)["validation"]
-    assert list(validation) == steps
-    assert tag in validation[steps[-1]]
+def test_a_run_validates_after_its_first_and_its_last_step(runs):
+    """And after every third."""
+    assert list(runs.seen("1 layers")["validation"]) == [1, 3, 5]
 
 
 def test_the_references_differ(runs):
@@ -71,7 +62,7 @@ def test_compilation_and_selective_checkpointing(runs, name, backend, layers, ca
     ("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline layers", 2)]
 )
 def test_the_ssm_tensors_are_computed_once_a_step(runs, name, stages):
-    """Each of a rank's stages computes them once for all four micro-batches."""
+    """Each of a rank's stages computes them once for all micro-batches."""
     for seen in runs.every(name):
         for step in (1, 2, 3):
             assert seen["folds"][step] == stages

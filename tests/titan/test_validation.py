@@ -27,12 +27,12 @@ def model():
     return model
 
 
-def make_validator(corpus, model=None, given="", rank=0, ranks=1):
+def make_validator(corpus, model=None, given=""):
     meshes = SimpleNamespace(context=None, is_first_of_sequences=True, gather_sequences=torch.clone)
     return FixedValidator(
         job=parse(f"--validation.enable {given}", corpus),
-        rank=rank,
-        ranks=ranks,
+        rank=0,
+        ranks=1,
         passes=Passes([model], None, meshes, torch.device("cpu"), 1),
         metrics=mock.Mock(ntokens_since_last_log=0),
         checkpoints=mock.Mock(),
@@ -52,28 +52,6 @@ def test_positions_reach_the_model_if_training_has_them(short, model):
     apart = make_validator(short, model, "--data.reset_state_at_documents")
     assert validate(apart, model)[0] != through
     assert model.training
-
-
-def labels_of(corpus, given, rank=0, ranks=1):
-    """Returns the labels of each pass."""
-    passes = []
-    for (inputs, labels), _ in make_validator(corpus, None, given, rank, ranks)._batches():
-        assert (inputs["input"] >= 0).all()  # windows that fill up the last pass keep their inputs
-        passes.append(labels)
-    return passes
-
-
-@pytest.mark.parametrize(("ranks", "batch", "windows"), [(5, 3, 16), (2, 1, 17)])
-def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks, batch, windows):
-    """The last passes are filled up with windows without labels."""
-    given = f"--validation.local_batch_size {batch} --validation.tokens {64 * windows}"
-    expected = torch.cat(labels_of(corpus, given))[:windows]
-    labels = []
-    for rank in range(ranks):
-        passes = labels_of(corpus, given, rank, ranks)
-        assert len(passes) == math.ceil(windows / batch / ranks)
-        labels += [row for row in torch.cat(passes).tolist() if -100 not in row]
-    assert sorted(labels) == sorted(expected.tolist())
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
