@@ -34,7 +34,6 @@ def checkout(folder):
 @pytest.mark.parametrize(
     ("begins", "last_step", "prompt"),
     [("cat > run.toml", 4, "def main("), ("c4_test.toml", 10, "The ")],
-    ids=["a corpus", "TorchTitan's data"],
 )
 def test_a_run_under_torchtitans_own_entry(
     begins, last_step, prompt, tmp_path, monkeypatch, capsys, environment

@@ -40,7 +40,6 @@ def test_a_real_step(tmp_path):
     assert "remark" not in row, row
     assert (contents["status"], contents["label"]) == ("complete", _bench.CPU_LABEL)
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
-    assert row["GiB reserved"] > 0
     assert str(tmp_path) not in json.dumps(contents)
 
 
