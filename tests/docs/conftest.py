@@ -29,17 +29,18 @@ SMALL = {
 class Workspace:
     """A folder with the repository's files. `launch` trains there, on ranks that are forks (tests/titan/conftest.py)."""
 
-    def __init__(self, path, start_ranks):
+    def __init__(self, path):
         self.path = path
-        self.start_ranks = start_ranks
         self.stop_at = 0
 
     def run(self, command, environment):
         """Takes the place of torchrun."""
         number = command[command.index("--nproc-per-node") + 1]
         arguments = command[command.index("interdomain.titan.entry") + 1 :]
-        program = REPOSITORY / "tests/docs/rank.py"
-        output = self.start_ranks(int(number), program, self.stop_at, *arguments)
+        program = [REPOSITORY / "tests/docs/rank.py", self.stop_at, *arguments]
+        log = self.path / "small/log.txt"
+        log.unlink(missing_ok=True)  # the one of an earlier run
+        output = launch_ranks(log, int(number), *program)
         print(output)
         return torchrun.CONTINUE if "The same command continues" in output else 0
 
@@ -57,16 +58,6 @@ class Workspace:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torchrun, "run", self.run)
             return launch.main([f"small/{config}", *flags])
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory):
-    """ranks(number, FILE, *arguments): the output of a program on ranks that are forks."""
-
-    def ranks(*given):
-        return launch_ranks(tmp_path_factory.mktemp("log") / "log.txt", *given)
-
-    return ranks
 
 
 @pytest.fixture(scope="session")

@@ -61,11 +61,10 @@ def commands(block: Block) -> Iterator[tuple[int, str]]:
         if document:
             while not text.endswith(f"\n{document[1]}"):
                 text += "\n" + next(lines)[1]
-        while text.endswith("\\") or quote_is_open(text):
-            if text.endswith("\\"):
-                text = text[:-1] + next(lines)[1]
-            else:
-                text += "\n" + next(lines)[1]
+        while text.endswith("\\"):
+            text = text[:-1] + next(lines)[1]
+        while quote_is_open(text):
+            text += "\n" + next(lines)[1]
         if words(text):
             yield number, text
 
@@ -86,8 +85,7 @@ def words(text: str) -> list[str]:
 
 
 def simple_commands(text: str) -> Iterator[list[str]]:
-    """Yields the commands that operators join, without redirections and without what stands before the program: variables,
-    `nohup`, `time`."""
+    """Yields the commands that operators join, without redirections and without the variables before the program."""
     if "<<" in text:
         text = text.partition("\n")[0]
     command = []
@@ -96,5 +94,5 @@ def simple_commands(text: str) -> Iterator[list[str]]:
             if command:
                 yield command
             command = []
-        elif command or not re.match(r"\w+=|(nohup|time)$", word):
+        elif command or not re.match(r"\w+=", word):
             command.append(word)

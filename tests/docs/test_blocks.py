@@ -1,6 +1,6 @@
 """The commands and code of README.md and docs/ run, in a folder as a reader has it after the page of the first run.
 
-- ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and on the pages TYPED_ALONG a
+- ```bash: a tool runs in this process. `./launch.sh` is a dry run, and on the pages TYPED_ALONG a
   training run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). Other commands of these
   pages run in bash. Another page's other commands do not run: the files that they name must exist.
 - ```python runs, in one namespace for each page; so do notebooks.
@@ -26,7 +26,7 @@ import pytest
 from interdomain.model import config, settings, transformer
 from interdomain.titan.settings import schema
 from interdomain.titan.settings.job_config import read_job_config
-from interdomain.tools import convert, launch, prepare_data, study
+from interdomain.tools import convert, launch, prepare_data
 from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
@@ -77,22 +77,12 @@ def check_files(command):
             assert glob.glob(file), f"{file} does not exist"
 
 
-def as_a_shell_expands(argv):
-    words = []
-    for word in argv:
-        words += sorted(glob.glob(word)) or [word]
-    return words
-
-
 def run_tool(module, argv, workspace, train, stop):
     """Returns the exit status of one of our commands. `train`: the launcher trains; `stop`: until it is asked to leave."""
     if module is launch:
         if train and "--dry-run" not in argv:
             return workspace.train(argv, stop)
         return launch.main([*argv, "--dry-run"])
-    if module is study and argv[0] == "run":
-        check_options(study, argv)
-        argv = ["plan", argv[1]]
     # convert overwrites nothing, and a page may begin with it.
     if module is convert and "--output" in argv:
         shutil.rmtree(argv[argv.index("--output") + 1], ignore_errors=True)
@@ -107,8 +97,6 @@ def run(text, workspace, typed_along):
             command = command[2:]
         module, argv = tool_of(command)
         if module is not None:
-            if "'" not in text and module is not launch:
-                argv = as_a_shell_expands(argv)
             status = run_tool(module, argv, workspace, typed_along, stop)
             assert status == (launch.CONTINUE if stop else 0), f"exit status {status}"
         elif typed_along:
@@ -137,8 +125,6 @@ def run_bash(block, page, workspace):
             else:
                 run(fewer(text), workspace, page in TYPED_ALONG)
         except (Exception, SystemExit) as error:
-            if isinstance(error, SystemExit) and not error.code:  # --help, --flags
-                continue
             error.add_note(f"{name_of(page)}:{line}: {text}")
             raise
 
@@ -162,7 +148,7 @@ def run_page(page, workspace):
 
 
 @pytest.fixture(scope="module")
-def after_the_first_run(clone, environment, ranks):
+def after_the_first_run(clone, environment):
     """The clone after the page of the first run: data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
     prepare = prepare_data.main
 
@@ -172,29 +158,20 @@ def after_the_first_run(clone, environment, ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(clone)
         patch.setattr(prepare_data, "main", prepare_little)
-        run_page(FIRST_RUN, Workspace(clone, ranks))
+        run_page(FIRST_RUN, Workspace(clone))
     return clone
 
 
 @pytest.fixture
-def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
+def workspace(tmp_path, monkeypatch, after_the_first_run):
     """The working folder, one for each page, of links to the first run's files. Nothing may ask the user."""
     path = tmp_path / "workspace"
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
     monkeypatch.chdir(path)
     asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
     monkeypatch.setattr("builtins.input", asked.append)
-    yield Workspace(path, ranks)
+    yield Workspace(path)
     assert not asked, "a reader would have to answer, or to wait"
-
-
-def test_the_first_run(after_the_first_run):
-    for file in (
-        "data/stdlib/manifest.json",
-        "outputs/debug-softmax/checkpoint",
-        "exports/debug/config.json",
-    ):
-        assert (after_the_first_run / file).exists(), file
 
 
 def test_a_model_card_s_example_runs(workspace, capsys):
@@ -227,8 +204,6 @@ def test_a_page_s_blocks_run(page, workspace):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_settings_that_a_page_names_exist(page):
-    sections = {setting.partition(".")[0] for setting in schema.SETTINGS}
-    for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", prose(page)):
-        if section in sections:
-            name = field.removeprefix("no-").replace("-", "_")
-            assert f"{section}.{name}" in schema.SETTINGS
+    sections = "|".join({setting.partition(".")[0] for setting in schema.SETTINGS})
+    for name in re.findall(rf"--((?:{sections})\.[a-z][\w-]*)", prose(page)):
+        assert name.replace(".no-", ".").replace("-", "_") in schema.SETTINGS

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 
 from interdomain.data.readers import read_documents
 from interdomain.tools import main
@@ -21,11 +21,8 @@ def checkout(folder):
     assets = folder / "tests/assets"
     (assets / "c4_test").mkdir(parents=True)
     write_rows(assets / "c4_test/data.json", [{"text": text} for text in texts])
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=1000)
     (assets / "tokenizer").mkdir()
     tokenizer.save(f"{assets}/tokenizer/tokenizer.json")
     names = '{"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}'
@@ -37,10 +34,9 @@ def checkout(folder):
 @pytest.mark.parametrize(
     ("begins", "last_step", "prompt"),
     [("cat > run.toml", 4, "def main("), ("c4_test.toml", 10, "The ")],
-    ids=["a corpus", "TorchTitan's data"],
 )
 def test_a_run_under_torchtitans_own_entry(
-    begins, last_step, prompt, tmp_path, monkeypatch, capsys
+    begins, last_step, prompt, tmp_path, monkeypatch, capsys, environment
 ):
     """The commands of `interdomain` run in this process, which has imported what they need."""
     page = blocks(REPOSITORY / "docs/torchtitan.md")
@@ -48,10 +44,6 @@ def test_a_run_under_torchtitans_own_entry(
     checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
     for _, text in commands(block):
         program, *arguments = words(text)
         if program == "interdomain":

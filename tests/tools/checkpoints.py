@@ -3,12 +3,11 @@
 import json
 import shutil
 import tomllib
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
+from interdomain.checkpoint.index import write_tensors
 from interdomain.checkpoint.step_folder import RECORD_FILE, TOKENIZER
 from interdomain.model import Transformer, cell_of
 
@@ -21,18 +20,17 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
     return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
 
 
-def edit_run(folder: Path, **facts) -> Path:
-    """Sets facts of the run in the record of a checkpoint or an exported model. Removes those that are None."""
+def edit_run(folder: Path, part="run", **changes) -> Path:
+    """Sets entries in a part of the record of a checkpoint or an exported model. Removes those that are None."""
     file = folder / RECORD_FILE
     if not file.is_file():
         file = folder / "config.json"
     record = json.loads(file.read_text())
-    run = record["run"] if file.name == RECORD_FILE else record["facts"]["run"]
-    for name, fact in facts.items():
-        if fact is None:
-            del run[name]
-        else:
-            run[name] = fact
+    entries = record.get("facts", record).setdefault(part, {})
+    for name, entry in changes.items():
+        entries[name] = entry
+        if entry is None:
+            del entries[name]
     file.write_text(json.dumps(record))
     return folder
 
@@ -69,7 +67,5 @@ torchtitan = "0.2.2"
     for name, tensor in model.state_dict().items():
         state[name] = tensor
         state[f"optimizer.state.{name}.exp_avg"] = torch.zeros_like(tensor)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
+    write_tensors(checkpoint, state)
     return checkpoint

@@ -40,19 +40,16 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded["rows"]}
     assert len(rows) == 2 * 2 * len(bench_inference.PATHS)
     for (batch, prefix, path), row in rows.items():
-        if path == "softmax, eager" and prefix == 64:
-            assert row["remark"] == "out of memory"
-        elif "eager" in path:
+        # A CUDA graph needs a GPU.
+        if "eager" in path and (prefix, path) != (64, "softmax, eager"):
             assert row["tokens/s"] == pytest.approx(1e3 * batch / row["ms a step"])
         else:
-            assert row["remark"]  # a CUDA graph needs a GPU
+            assert row["remark"]
     ours = rows[2, 32, "interdomain, eager"]
     softmax = rows[2, 32, "softmax, eager"]
     assert ours["speedup"] == pytest.approx(softmax["ms a step"] / ours["ms a step"])
-    read = {(row["prompt"], row["read"]): row for row in prompts["rows"]}
-    assert len(read) == 5
-    assert read["B=2, 64 tokens", "softmax whole"]["remark"] == "out of memory"
-    assert read["B=1, 128 tokens", "interdomain chunked"]["tokens/s"] > 0
+    failed = {row["read"] for row in prompts["rows"] if "remark" in row}
+    assert failed == {"softmax whole", "softmax chunked"}
 
 
 def test_a_state_is_set_to_its_prefix():

@@ -32,20 +32,15 @@ def bench(folder, *options):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_real_step(tmp_path, capsys):
+def test_a_real_step(tmp_path):
     flags = ["--mixer.backend", "chunkwise-torch"]
     options = "--cases interdomain:eager:none --seq-len 32 --steps 2 --train-flags"
     bench(tmp_path, *options.split(), *flags)
     contents, [[row]] = results(tmp_path)
     assert "remark" not in row, row
     assert (contents["status"], contents["label"]) == ("complete", _bench.CPU_LABEL)
-    assert contents["options"]["train_flags"] == flags
-    assert row["ms a step"] == pytest.approx(1e3 * 128 / row["tokens/s"])
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
-    assert row["GiB reserved"] > 0
-    assert "MFU %" not in row  # a CPU has none
     assert str(tmp_path) not in json.dumps(contents)
-    assert "1 of 1 cases measured; complete: wrote " in capsys.readouterr().out
 
 
 def run_of(case="softmax:eager:none", seq_len=1000):
@@ -71,15 +66,13 @@ def test_figures_leave_the_first_steps_out():
     row = bench_training.figures(seen, run_of())
     step = pytest.approx(1e3 * 2000 / 450)
     assert row == {"tokens/s": 450.0, "GiB reserved": 70.0, "loss": 10.4, "ms a step": step}
-    begun = bench_training.figures({"throughput(tps)": {1: 1.0, 5: 10.0}}, run_of())
-    assert "tokens/s" not in begun
 
 
 def no_data(*args):
     """Takes the place of bench_training.write_data."""
 
 
-def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     scripts = {
         "softmax": "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB' >&2; exit 1",
         "interdomain": "echo 'error: /some/where/x is unknown'; echo '...elastic.ChildFailedError: '; exit 1",
@@ -101,7 +94,6 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
         "cut after 5 s: no word",
         "no steady step was logged in 3 steps",
     ]
-    assert "\n0 of 4 cases measured; complete" in capsys.readouterr().out
 
 
 def test_ratio_is_to_softmax_of_the_same_settings_and_tokens_fill_a_step(tmp_path, monkeypatch):

@@ -1,14 +1,13 @@
 """check_kernels in CPU tiny mode: what it writes, what it finds, and how it judges."""
 
 import itertools
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from interdomain.model.mixers import interdomain as mixer
-from interdomain.scan import chunkwise, ops
+from interdomain.scan import chunkwise
+from interdomain.scan.chunkwise import scan_backward, scan_forward
 from interdomain.tools import bench_kernels, check_kernels
 from interdomain.tools._bench import processes
 from interdomain.tools._bench.pages import CHECK_FAILED, UNFINISHED
@@ -52,35 +51,17 @@ def test_every_backend_passes(tmp_path):
     assert {"out", "dx", "dmixer.wq.weight", "dmixer.v_norm.weight"} <= tensors["layer: torch"]
 
 
-def test_a_case_that_runs_twice_has_a_name_of_its_own():
-    case = check_kernels.groups(False)["chunkwise-M128"][0]
-    assert str(replace(case, repeat=False)) != str(case)
-
-
-def replace_chunkwise(monkeypatch, **functions):
-    """Replaces a function of the backend `chunkwise`. The backend `chunkwise-torch`, the same module, keeps it."""
-    changed = SimpleNamespace(**vars(chunkwise) | functions)
-    real = ops.implementation
-
-    def implementation(backend, device):
-        return changed if backend == "chunkwise" else real(backend, device)
-
-    monkeypatch.setattr(ops, "implementation", implementation)
-
-
 def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
-        dq, dk, *rest = chunkwise.scan_backward(*args, **kwargs)
+        dq, dk, *rest = scan_backward(*args, **kwargs)
         return dq, 1.05 * dk, *rest
 
-    replace_chunkwise(monkeypatch, scan_backward=broken)
+    monkeypatch.setattr(chunkwise, "scan_backward", broken)
     assert check(tmp_path, "chunkwise-M128", "chunkwise-linear") == 1
     assert results(tmp_path, "check")["status"] == "failed"
     row, *others = rows_of(tmp_path)
     assert (row["result"], row["in"]) == ("FAIL", "dk")
     assert {other["result"] for other in others} == {"PASS"}
-    assert row["worst"] > 3 * row["bound"]
-    assert row["errors"]["dq"] < row["bound"]
     # Other tools name the sizes that failed, and only those.
     contents = bench(tmp_path)
     assert contents["check"]["d=8 M=16 bfloat16"] == "FAIL"
@@ -118,11 +99,11 @@ def break_forward(monkeypatch, change):
     """Changes the output and the state of the scan's forward pass in place."""
 
     def broken(*args, **kwargs):
-        results = chunkwise.scan_forward(*args, **kwargs)
+        results = scan_forward(*args, **kwargs)
         change(results[0], results[1])
         return results
 
-    replace_chunkwise(monkeypatch, scan_forward=broken)
+    monkeypatch.setattr(chunkwise, "scan_forward", broken)
 
 
 def test_nan_and_another_result_at_the_second_call_fail(monkeypatch):

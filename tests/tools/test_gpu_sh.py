@@ -44,8 +44,9 @@ import json, os, pathlib, sys
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
 
-clock = pathlib.Path(os.environ["REHEARSAL_CLOCK"])
-rehearsal = json.loads(pathlib.Path(os.environ["REHEARSAL"]).read_text())
+folder = pathlib.Path(os.environ["REHEARSAL"])
+clock = folder / "clock"
+rehearsal = json.loads((folder / "plan.json").read_text())
 if "--name" in sys.argv:
     name = option("--name")
 elif sys.argv[1] == "compute-sanitizer":
@@ -74,38 +75,32 @@ PROGRAMS = {
     "python": """case "$*" in
   *cuda.is_available*) echo True ;;
   *_bench.pages*|*sys.version_info*|*glob*) exec "$REHEARSAL_PYTHON" "$@" ;;
-  *) exec "$REHEARSAL_PYTHON" "$REHEARSAL_TOOL" "$@" ;;
+  *) exec "$REHEARSAL_PYTHON" "$REHEARSAL/tool.py" "$@" ;;
 esac""",
-    "ncu": 'exec "$REHEARSAL_PYTHON" "$REHEARSAL_TOOL" ncu "$@"',
-    "compute-sanitizer": 'exec "$REHEARSAL_PYTHON" "$REHEARSAL_TOOL" compute-sanitizer "$@"',
-    "date": """if [ "$1" = +%s ]; then cut -d . -f 1 "$REHEARSAL_CLOCK"; else exec /bin/date "$@"; fi""",
+    "ncu": 'exec "$REHEARSAL_PYTHON" "$REHEARSAL/tool.py" ncu "$@"',
+    "compute-sanitizer": 'exec "$REHEARSAL_PYTHON" "$REHEARSAL/tool.py" compute-sanitizer "$@"',
+    "date": """if [ "$1" = +%s ]; then cut -d . -f 1 "$REHEARSAL/clock"; else exec /bin/date "$@"; fi""",
     "timeout": """seconds=$3
 shift 3
-export REHEARSAL_DEADLINE=$(($(cut -d . -f 1 "$REHEARSAL_CLOCK") + seconds))
+export REHEARSAL_DEADLINE=$(($(cut -d . -f 1 "$REHEARSAL/clock") + seconds))
 exec "$@"
 """,
 }
 
 
-class Rehearsal:
-    """A finished run of gpu.sh.
+def statuses_of(folder):
+    """Returns {part: its status} of a finished run of gpu.sh, in the order of summary.md."""
+    summary = (folder / "summary.md").read_text()
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \| \d+ \|$", summary, re.MULTILINE))
 
-    Attributes:
-        code: Its exit status.
-        summary: The text of summary.md.
-        statuses: {part: its status}, in the order of the summary.
-        rows: {part: number of rows in its results file}.
-    """
 
-    def __init__(self, code, folder):
-        self.code = code
-        self.summary = (folder / "summary.md").read_text()
-        table_row = r"^\| (.+?) \| (.+?) \| \d+ \|$"
-        self.statuses = dict(re.findall(table_row, self.summary, re.MULTILINE))
-        self.rows = {}
-        for path in folder.glob("*.json"):
-            tables = json.loads(path.read_text())["tables"]
-            self.rows[path.stem] = len(tables["rows"]["rows"])
+def rows_of(folder):
+    """Returns {part: number of rows in its results file}."""
+    rows = {}
+    for path in folder.glob("*.json"):
+        tables = json.loads(path.read_text())["tables"]
+        rows[path.stem] = len(tables["rows"]["rows"])
+    return rows
 
 
 def gpu_sh(*flags):
@@ -113,7 +108,7 @@ def gpu_sh(*flags):
 
 
 def rehearse(tmp_path, *flags, seconds=PLAN, status=None, verdicts=()):
-    """Runs gpu.sh by a clock that is moved on by what the parts are estimated to take.
+    """Runs gpu.sh by a clock that is moved on by what the parts are estimated to take. Returns its exit status.
 
     Args:
         seconds: The seconds of every row, by part.
@@ -122,51 +117,44 @@ def rehearse(tmp_path, *flags, seconds=PLAN, status=None, verdicts=()):
     """
     for name, text in PROGRAMS.items():
         write_program(tmp_path / name, text)
-    tool = tmp_path / "tool.py"
+    (tmp_path / "tool.py").write_text(STAND_IN)
     clock = tmp_path / "clock"
-    plan = tmp_path / "rehearsal.json"
-    tool.write_text(STAND_IN)
     clock.write_text("1000")
-    contents = {"seconds": seconds, "status": status or {}, "verdicts": verdicts}
-    plan.write_text(json.dumps(contents))
+    plan = {"seconds": seconds, "status": status or {}, "verdicts": verdicts}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "INTERDOMAIN_PYTHON": f"{tmp_path}/python",
-        "REHEARSAL": str(plan),
-        "REHEARSAL_CLOCK": str(clock),
+        "REHEARSAL": str(tmp_path),
         "REHEARSAL_PYTHON": sys.executable,
-        "REHEARSAL_TOOL": str(tool),
     }
     command = gpu_sh(*flags, "--output", tmp_path / "out")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     print(done.stdout, done.stderr)
     assert float(clock.read_text()) <= 1000 + TIME_LIMIT
-    return Rehearsal(done.returncode, tmp_path / "out")
+    return done.returncode
 
 
 @pytest.mark.e2e
 def test_rehearsal_as_planned(tmp_path):
-    done = rehearse(tmp_path)
-    assert done.code == 0
-    assert [status.partition(":")[0] for status in done.statuses.values()] == ["complete"] * 10
+    assert rehearse(tmp_path) == 0
+    statuses = statuses_of(tmp_path / "out").values()
+    assert [status.partition(":")[0] for status in statuses] == ["complete"] * 10
     measured = {name: len(seconds) for name, seconds in PLAN.items()}
     for name in ("profile of the scan", "profile of the features", "memcheck"):
         del measured[name]
-    assert done.rows == measured
-    # A lent machine sends eight files back.
-    files = [path.stem for path in (tmp_path / "out").iterdir()]
-    assert sorted(files) == sorted([*measured, "summary"])
+    assert rows_of(tmp_path / "out") == measured
 
 
 @pytest.mark.e2e
 def test_rehearsal_in_which_every_part_hangs(tmp_path):
     """A part is cut when its time is over, keeps the rows that it has, and takes nothing from the others."""
-    done = rehearse(tmp_path, seconds={name: [1, HANGS] for name in PLAN})
-    assert done.code == 0
-    assert len(done.statuses) == len(PLAN)
-    for status in done.statuses.values():
+    assert rehearse(tmp_path, seconds={name: [1, HANGS] for name in PLAN}) == 0
+    statuses = statuses_of(tmp_path / "out")
+    assert len(statuses) == len(PLAN)
+    for status in statuses.values():
         assert status.startswith("cut after")
-    assert set(done.rows.values()) == {1}
+    assert set(rows_of(tmp_path / "out").values()) == {1}
 
 
 @pytest.mark.e2e
@@ -181,11 +169,12 @@ def test_rehearsal_of_a_failed_check(tmp_path):
         (prepared / folder).mkdir(parents=True)
     write_program(prepared / "ptxas", "echo Cuda compilation tools, release 13.5, V13.5.1")
     archive = shutil.make_archive(tmp_path / "gpu", "gztar", prepared)
-    done = rehearse(tmp_path, "--prepared", archive, status={"check": 1}, verdicts=verdicts)
-    assert done.code == 1
-    parts = list(done.statuses)
+    options = ("--prepared", archive)
+    assert rehearse(tmp_path, *options, status={"check": 1}, verdicts=verdicts) == 1
+    parts = list(statuses_of(tmp_path / "out"))
     assert parts[parts.index("check") + 1].startswith("check with another ptxas, ")
-    assert f"**{CHECK_FAILED}: d=64 M=16 bfloat16.**" in done.summary
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert f"**{CHECK_FAILED}: d=64 M=16 bfloat16.**" in summary
 
 
 # In the interpreter's place: the tools write one row, and training does not end.
@@ -220,8 +209,7 @@ def test_ended_at_any_moment(tmp_path):
     run.terminate()
     run.communicate(timeout=TIMEOUT)
     assert run.returncode == 128 + signal.SIGTERM
-    done = Rehearsal(run.returncode, tmp_path / "out")
-    assert list(done.statuses) == ["machine", "check", "kernels", "decode"]
+    assert list(statuses_of(tmp_path / "out")) == ["machine", "check", "kernels", "decode"]
     again = start(tmp_path)
     assert "never overwritten" in again.communicate(timeout=TIMEOUT)[0]
     assert again.returncode == 2

@@ -26,10 +26,7 @@ MIXERS = [
     ("dual-linear", "plain"),
     ("gla", "plain"),
 ]
-for option in OPTIONS:
-    # Random Fourier features need no other map; a head of 96 only takes longer.
-    if option not in ("rff", "head96") and "window" not in option:
-        MIXERS.append(("interdomain", option))
+MIXERS += [("interdomain", option) for option in OPTIONS if "window" not in option]
 
 
 def read(model, layers=(0, 1)):
@@ -104,15 +101,13 @@ def test_softmax_s_map(option):
     layers = read(variant("softmax", option))
     assert layers[1].kind == ("interdomain" if "hybrid" in option else "softmax")
     layer = layers[0]
-    assert layer.error < 1e-12
+    assert 0 < layer.error < 1e-12
     position = torch.arange(T)
     distance = position[:, None] - position
     is_seen = (distance >= 0) & (distance < (layer.mixer.window or T))
     assert torch.equal(layer.weights > 0, is_seen.expand(4, T, T))
-    assert_close(layer.weights.sum(-1), torch.ones(4, T, dtype=torch.float64))
     heads = _maps.by_head(layer.weights)
     weights = layer.weights[2]
-    assert heads["negative"] == [0] * 4
     assert heads["distance"][2] == pytest.approx((weights * distance).sum().item() / T)
     assert heads["own token"][2] == pytest.approx(weights.diagonal().mean().item())
 
@@ -139,24 +134,21 @@ def run(folder, output, *options):
 def test_what_is_written(folder, tmp_path, tokenizer, refused):
     out = tmp_path / "out"
     run(folder, out)
-    for picture in ("map-layer-00", "map-layer-01", "pairing-layer-00", "pairing-layer-01"):
-        assert (out / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    pictures = sorted(path.stem for path in out.glob("*.png"))
+    assert pictures == ["map-layer-00", "map-layer-01", "pairing-layer-00", "pairing-layer-01"]
     written = json.loads((out / "inspect.json").read_text())
     ids = [tokenizer.eos_id, *tokenizer.encode(TEXT)]
     assert written["tokens"] == ids
-    first, second = written["layers"]
+    _, second = written["layers"]
     for name in ("timescale min", "timescale median", "timescale max"):
         assert second[name] == pytest.approx(4, rel=1e-5), name
     assert second["at bound"] == 0
     assert second["RMS of C"] == pytest.approx(5, rel=1e-5)
-    assert first["timescale max"] > 4.1
     maps = load_file(out / "maps.safetensors")
     assert sorted(maps) == ["layer-00", "layer-01", "pairing-00", "pairing-01"]
     model = load_model(folder, dtype=torch.float64)
-    layer = _maps.read_layers(model, torch.tensor(ids), [0, 1])[1]
+    layer = _maps.read_layers(model, torch.tensor(ids), [1])[1]
     torch.testing.assert_close(maps["layer-01"], layer.weights.float())
-    distances = _maps.by_head(layer.weights)["distance"]
-    assert second["distance"] == pytest.approx(sum(distances) / 4)
     refused(inspect.main, [folder, "--text", TEXT, "--output", out], "nothing is overwritten")
 
 
@@ -169,7 +161,6 @@ def test_another_mixer(exported_model, tmp_path):
 def test_bad_requests(folder, tmp_path, refused):
     out = tmp_path / "out"
     request = [folder, "--output", out, "--text"]
-    refused(inspect.main, [*request, ""], "Allowed are 2 to 256")
     refused(inspect.main, [*request, TEXT * 50], "256 (--max-tokens)")
     words = "--layers must be from 0 to 1: got 2"
     refused(inspect.main, [*request, TEXT, "--layers", 2], words)

@@ -1,7 +1,6 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -49,7 +48,6 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(
     assert "--nproc-per-node 16 --max-restarts 3 " in out
     assert "NOT HERE: data.corpus = " in out
     assert os.listdir(tmp_path) == []
-    assert "--max-restarts" not in dry_run(capsys, "--max-restarts", "0")
 
 
 @pytest.mark.parametrize(
@@ -69,25 +67,6 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
     monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "check_data", mock.Mock())
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
-
-
-def test_a_start_prints_which_run_it_is(tmp_path, monkeypatch, capsys):
-    def run(command, environment):
-        return REFUSED
-
-    def check_data(job, samples):
-        return "some data"
-
-    monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", check_data)
-    monkeypatch.setattr(launch, "refuse_idle_gpus", bool)
-    launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "2"])
-    *rows, hint, _ = capsys.readouterr().out.splitlines()
-    # A machine with a GPU has the row `fits`, too.
-    names = [row.split()[0] for row in rows if " fits  " not in row]
-    assert names == ["model", "data", "steps", "memory", "output"]
-    assert "400 of 4,096 tokens on 2 " in rows[2]
-    assert "--dry-run" in hint
 
 
 @pytest.mark.parametrize(
@@ -125,16 +104,6 @@ def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(
     launch.refuse_idle_gpus()
 
 
-def test_flags_lists_every_setting(capsys):
-    from interdomain.titan.settings import schema
-
-    with pytest.raises(SystemExit, match=r"^0$"):
-        launch.main(["--flags"])
-    shown = capsys.readouterr().out
-    for setting in schema.SETTINGS:
-        assert f"--{setting.replace('_', '-')}" in shown
-
-
 CONFIGS = sorted((REPOSITORY / "train_configs").glob("*.toml"))
 # tests/docs/test_stock.py trains this one under TorchTitan's entry.
 CONFIGS.remove(REPOSITORY / "train_configs/c4_test.toml")
@@ -163,7 +132,6 @@ def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, f"{output[-2000:]}\n{done.stderr[-4000:]}"
     assert re.findall(r"[\d.]+ at step (\d+)", output) == ["1", "2"]
     assert "debug with dim 96, n_layers 2, " in output
-    assert list(Path("outputs/debug/tb").glob("events*"))
     commands = dict(re.findall(r"^# (\w+).*\n(.+)$", output, re.MULTILINE))
     assert list(commands) == ["watch", "convert", "generate"]
     for name, tool in (("convert", convert), ("generate", generate)):
@@ -220,10 +188,8 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
     assert start("0.4") == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
     start("0.3")
     log = Path("log").read_text()
-    assert "pip install" in log
     assert "-c constraints-titan03.txt -e .[titan03]" in log
     assert log.endswith("/.venv-titan03/bin/python -m interdomain.tools.launch run.toml\n")
-    assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
     assert "leave one out" in start("0.3")
 
@@ -231,10 +197,9 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
 def test_an_environment_of_another_processor_is_refused(checkout):
     checkout("", ".venv/bin/python")
     Path(".venv/.processor").write_text("another\n")
-    done = subprocess.run("./launch.sh", capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    (error,) = done.stderr.splitlines()
-    assert "INTERDOMAIN_VENV=" in error
+    done = subprocess.run("./launch.sh", stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "INTERDOMAIN_VENV=" in done.stderr
 
 
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
@@ -261,57 +226,6 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     start("launch", "mine/venv/bin/python")
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "env/bin/python")
     start("launch", "mine/env/bin/python")
-
-
-HELD_PIP = """
-case "$*" in *"pip install"*)
-    echo "Collecting torch==2.13.0"
-    while test -e hold; do sleep 0.1; done ;;
-esac
-"""
-
-
-def read_while_held(start, terminal, text):
-    """Returns what a start shows until a text has come twice. pip goes on then."""
-    shown = ""
-    while shown.count(text) < 2:
-        assert start.poll() is None, shown
-        shown += os.read(terminal, 1000).decode()
-    Path("hold").unlink()
-    return shown
-
-
-def test_an_installation_on_a_terminal_shows_what_pip_does(checkout):
-    """In one line, which is rewritten. Into a file goes no control character."""
-    checkout(HELD_PIP, ".venv/bin/python")
-    Path("hold").touch()
-    terminal, end = pty.openpty()
-    with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as start:
-        os.close(end)
-        shown = read_while_held(start, terminal, "Collecting torch==2.13.0")
-    os.close(terminal)
-    assert start.returncode == 0
-    first, progress = shown.split("\r\n", 1)
-    assert "log: .venv/install.log" in first
-    assert re.fullmatch(r"(\r +\d+ s  Collecting torch==2.13.0 *)+", progress)
-
-    Path("constraints.txt").write_text("torch==0\n")
-    printed = subprocess.check_output("./launch.sh", text=True)
-    assert printed == f"{first}\n"
-
-
-def test_a_start_that_waits_for_another_counts_the_seconds(checkout):
-    checkout(HELD_PIP, ".venv/bin/python")
-    Path("hold").touch()
-    terminal, end = pty.openpty()
-    with subprocess.Popen("./launch.sh", stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline().startswith("installing")
-        with subprocess.Popen("./launch.sh", stdin=subprocess.DEVNULL, stdout=end) as second:
-            os.close(end)
-            shown = read_while_held(second, terminal, " s  Collecting torch==2.13.0")
-    os.close(terminal)
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert shown.startswith("waiting for another start")
 
 
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):

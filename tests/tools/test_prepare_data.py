@@ -24,12 +24,11 @@ from interdomain.data import TokenCorpus, load_tokenizer, read_manifest, readers
 from interdomain.data.readers import (
     documents_of,
     find_inputs,
-    in_validation,
     list_spans,
     read_documents,
     stdlib_files,
 )
-from interdomain.tools import _progress, prepare_data
+from interdomain.tools import prepare_data
 
 from ..common import TIMEOUT, bytes_in
 
@@ -100,11 +99,8 @@ def sources(tmp_path_factory, texts):
     ):
         (folder / name).write_bytes(compress(first) + compress(second))
     column = pa.array(["", *texts], pa.large_string())
-    table = pa.table({"id": range(len(column)), "text": column})
-    with pq.ParquetWriter(folder / "rows.parquet", table.schema) as writer:
-        for rows in (3, 0, 497, len(column) - 500):  # of each row group
-            writer.write_table(table.slice(0, rows))
-            table = table.slice(rows)
+    table = pa.table({"text": column})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=197)
     return folder
 
 
@@ -122,14 +118,12 @@ def test_the_embedded_corpus(tmp_path, refused):
     version = "{}.{}.{}".format(*sys.version_info)
     assert read_manifest(corpus)["source"]["inputs"] == [{"stdlib": version}]
     documents = {"train": [], "validation": []}
-    size = 0
-    for text in read_documents(["stdlib"], max_bytes=600_000):
-        data = text.encode()
-        size += len(data)
-        is_held_out = int(hashlib.sha256(data).hexdigest(), 16) % 10_000 < 200
-        split = "validation" if is_held_out else "train"
+    texts = list(read_documents(["stdlib"], max_bytes=600_000))
+    assert 500_000 < len("".join(texts).encode()) <= 600_000
+    for text in texts:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        split = "validation" if int(digest, 16) % 10_000 < 200 else "train"
         documents[split].append(text)
-    assert 500_000 < size <= 600_000
     for split, texts in documents.items():
         assert decoded(corpus, split) == texts
     refused(prepare_data.main, request, "is not empty")
@@ -209,7 +203,6 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     assert subprocess.run([*run, "--text-field", "id"]).returncode == 2
     assert subprocess.run(run).returncode == 0
     assert bytes_in(out) == bytes_in(tmp_path / "undisturbed")
-    assert len(TokenCorpus(out).shards) > 3
     assert sorted(os.listdir(tmp_path)) == ["corpus", "undisturbed"]
 
 
@@ -254,12 +247,10 @@ def test_after_a_correction_nothing_of_the_old_input_is_left(
 
     write_texts(Path("same.jsonl"), "this stays as it is {:05}")
     write_texts(Path(file), BEFORE)
-    size = os.path.getsize(file)
     with monkeypatch.context() as patched:
         patched.setattr(prepare_data, "merge_parts", stopped)
         assert run("out") == 2
     write_texts(Path(file), AFTER)
-    assert os.path.getsize(file) == size
     assert run("out") == 0
     assert run("fresh") == 0
     assert bytes_in(Path("out")) == bytes_in(Path("fresh"))
@@ -300,9 +291,7 @@ def test_a_folder_has_all_files_of_known_kinds(tmp_path, prepare):
     assert decoded(tmp_path / "out") == ["a", "b", "c", "d"]
     assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
     # A glob names each file, and one that cannot be read is refused.
-    glob = tmp_path / "glob"
-    prepare(folder / "*.p*", out=glob, words="a.pdf is not a kind of file")
-    assert decoded(prepare(folder / "[4-7]*", out=glob)) == ["c"]
+    prepare(folder / "*.p*", out=tmp_path / "glob", words="a.pdf is not a kind of file")
 
 
 def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_path, monkeypatch):
@@ -311,7 +300,6 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
     for start in (0, 300, 600):
         pq.write_table(table.slice(start, 300), tmp_path / "set" / f"rows-{start}.parquet")
     name = f"hf:{tmp_path}/set"
-    assert len(list(list_spans(find_inputs([name]).files, "text"))) == 3
     assert decoded(prepare(name)) == texts
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     hub = "hf:HuggingFaceFW/fineweb-edu:sample-10BT"
@@ -397,24 +385,11 @@ def test_bad_documents_stop_or_are_left_out_and_named(prepare, tmp_path, small_p
 def test_columns(prepare, tmp_path):
     file = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["a", None], "id": [1, 2], "body": ["\u2028", "b"]}), file)
-    prepare(file, words="{'text': None}")
     prepare(file, [*ALL, "--text-field", "other"], words="has: text, id, body")
     assert decoded(prepare(file, [*ALL, "--text-field", "body"])) == ["\u2028", "b"]
     # Some writers do not mark a column of strings as such.
     pq.write_table(pa.table({"text": [b"a", "ä".encode()]}), file)
     assert decoded(prepare(file, out=tmp_path / "bytes")) == ["a", "ä"]
-
-
-def test_a_split_of_another_size_than_asked_for(prepare, tmp_path, capsys):
-    """The fraction is of the documents. One of these has most of the text."""
-    long = "long " * 500
-    while not in_validation(long, 0.1):
-        long += "x"
-    (tmp_path / "rows.jsonl").write_text(rows_of([long, *map(str, range(50))]))
-    out = prepare(tmp_path / "rows.jsonl", ["--validation-fraction", 0.1])
-    sizes = [TokenCorpus(out, split).num_tokens for split in ("train", "validation")]
-    assert sizes[1] > sizes[0]
-    assert "documents. More or shorter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -442,12 +417,3 @@ def test_a_full_disk(sources, prepare, tmp_path, monkeypatch):
     monkeypatch.setattr("interdomain.data.indexed.sync", full)
     prepare(sources, words="No space left on device")
     assert os.listdir(tmp_path) == [".out.unfinished"]
-
-
-def test_a_log_has_lines_of_progress(sources, prepare, small_parts, monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "LOG_SECONDS", 0.0)
-    prepare(sources / "rows.jsonl")
-    lines = capsys.readouterr().err.split("\n")
-    shown = [line for line in lines if line.startswith("\rtokenising (processes: 1): ")]
-    assert len(shown) > 3
-    assert "100%" in shown[-1]

@@ -64,11 +64,7 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     assert max(sizes) <= length
     assert (reader.options["max_gen_toks"], reader.options["until"]) == (128, [])
     assert recall.needles(length, tokenizer) == recall.needles(length, tokenizer)
-    # The needle is anywhere in the text: as often at its beginning as elsewhere.
-    lines = [document["lines"] for document in recall.needles(length, tokenizer)]
-    begins = sum(text[0] != recall.HAY for text in lines)
-    assert begins < 1.4 * recall.SAMPLES / len(lines[0])
-    # It is nowhere else: who forgets the first half misses some.
+    # The needle is anywhere in the text: who forgets the first half misses some.
     _, share = run(task, find_needle_in_second_half)
     assert 0.2 < share < 0.8
 
@@ -78,17 +74,12 @@ def look_up(text):
     book, asked = text.split("\n\n")
     *examples, name = asked.split("\n")
     assert len(examples) == 2
-    assert set(examples) < set(book.split("\n"))
     assert name not in "\n".join(examples)
     return " " + re.search(f"^{name} (.*)$", book, re.MULTILINE)[1]
 
 
 def look_up_wrongly(text):
     return look_up(text) + "0"
-
-
-def repeat_last_example(text):
-    return text.split("\n")[-2].split(":")[1]
 
 
 @pytest.mark.parametrize("entries", [16, 128])
@@ -102,7 +93,6 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
         names = re.findall(r"^(.*?):", text.split("\n\n")[0], re.MULTILINE)
         assert len(names) == len(set(names)) == entries
     assert run(task, look_up_wrongly)[1] == 0
-    assert run(task, repeat_last_example)[1] < 0.1
 
 
 def answer_about_elba(text):
