@@ -34,7 +34,8 @@ from .test_documents import STARTS, packed
 pytest.importorskip("triton")
 pytestmark = on_kernels
 FP32, BF16 = torch.float32, torch.bfloat16
-BOUNDS = {FP32: "float32", BF16: "bfloat16"}
+FLOAT32 = "float32 on a GPU" if DEVICE == "cuda" else "float32"
+BOUNDS = {FP32: FLOAT32, BF16: "bfloat16"}
 run_kernels = functools.partial(run_op, backend="chunkwise")
 
 
@@ -111,7 +112,7 @@ def test_phases_of_thousands_of_radians(linear, kernels, monkeypatch):
     cut_time(kernels, 2, monkeypatch)
     inputs, cotangents = problem(Case(T=90, H=1, R=4, D=5, decay="weak"), FP32, linear)
     inputs["log_decay"].data[..., 1] = torch.linspace(1200, 1280, 16)
-    assert_agree(run_kernels(inputs, cotangents), exact(inputs, cotangents), "float32")
+    assert_agree(run_kernels(inputs, cotangents), exact(inputs, cotangents), FLOAT32)
 
 
 @linear_or_query
@@ -276,7 +277,7 @@ def test_outputs_that_are_not_asked_for(linear):
     expected.pop("state")
     for final_state in (True, False):
         out, _ = run_scan(**inputs, backend="chunkwise", final_state=final_state)
-        assert_agree({"out": out, **gradients(out, d_out, inputs)}, expected, "float32")
+        assert_agree({"out": out, **gradients(out, d_out, inputs)}, expected, FLOAT32)
 
 
 def test_mixed_dtypes():
@@ -308,7 +309,7 @@ def test_strided_inputs():
         {"k": inputs["k"].mT.contiguous().mT},
     ):
         leaves = {name: x.detach().requires_grad_() for name, x in (inputs | other).items()}
-        assert_agree(run_kernels(leaves, cotangents), expected, "float32")
+        assert_agree(run_kernels(leaves, cotangents), expected, FLOAT32)
 
 
 def test_offsets_beyond_32_bits():
