@@ -260,5 +260,5 @@ def attempt(run: Callable[[], dict], device: torch.device, name: str) -> dict | 
             raise RuntimeError(
                 f"after {name} the GPU is in an error state, nothing more can run: {reason(e)}"
             ) from e
-    release(device)
+        release(device)
     return row
