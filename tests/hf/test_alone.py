@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ..scan.devices import in_process
-from .common import CASES, EXPECTED, KINDS, greedy, padded, random_texts
+from .common import EXPECTED, greedy, padded, random_texts
 
 # Nothing of `absent` can be imported. No answer can be given to a question, and no socket be opened.
 ALONE = """
@@ -84,7 +84,6 @@ def test_the_others_on_transformers_4():
     pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
     """
     path = os.pathsep.join([os.environ[VERSION_4], os.environ["PYTHONPATH"]])
-    other_cases = [case for case in CASES if case not in KINDS]
-    left_out = " and ".join(f"not {name}" for name in (*other_cases, *OF_PYTORCH, "alone"))
+    left_out = " and ".join(f"not {name}" for name in (*OF_PYTORCH, "alone"))
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/hf", "-k", left_out]
     in_process("-m", "pytest", *options, **{"PYTHONPATH": path, EXPECTED: "4."})
