@@ -1,4 +1,4 @@
-"""What TorchTitan 0.3.0's entry says to command lines: refused_0_3.py LINE..., each answered after a line "> LINE".
+"""Prints what TorchTitan 0.3.0's entry says to command lines: refused_0_3.py LINE... An answer follows the line "> LINE".
 
 A process of its own, because one that has imported TorchTitan 0.2.2 cannot import 0.3.0. No group of processes is made.
 """
@@ -27,7 +27,5 @@ if __name__ == "__main__":
         sys.argv = ["torchtitan.train", *line.split()]
         try:
             start(sys.argv[1:])
-        except SystemExit:
-            pass  # it has printed why
-        except ValueError as e:
+        except (SystemExit, ValueError) as e:  # SystemExit: the reason is printed
             print(e, file=sys.stderr)
